@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gascompile.formats.ops import wire_rows
+from gascompile.formats.ops import transfer_rows
 
 _Formula = Callable[[Sequence[Any], Sequence[Any]], int]
 """From an op's arguments and its results to its FLOPs."""
@@ -93,7 +93,7 @@ def _transposed(args: Sequence[Any], results: Sequence[Any]) -> int:
 
 def _packed_product(args: Sequence[Any], results: Sequence[Any]) -> int:
     # The weight is packed; its rows are those of the product.
-    return 2 * int(args[0].numel()) * wire_rows(args[1], args[3], int(args[0].shape[-1]))
+    return 2 * int(args[0].numel()) * transfer_rows(args[1], args[3], int(args[0].shape[-1]))
 
 
 def _attention(args: Sequence[Any], results: Sequence[Any]) -> int:

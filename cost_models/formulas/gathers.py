@@ -36,10 +36,10 @@ def gather_room(workload: Workload) -> Mapping[str, int]:
     """Return what the tables take whose rows come from a tier of the planner's choice, by tier."""
     sizes = {tensor.name: tensor.size_bytes for tensor in workload.tensors}
     tiers = {name: op.gather_tier for op in workload.ops for name in gathered(op) if op.gather_tier}
-    found: dict[str, int] = {}
+    table_bytes: dict[str, int] = {}
     for name, tier in tiers.items():
-        found[tier] = found.get(tier, 0) + reserve_bytes(sizes[name])
-    return found
+        table_bytes[tier] = table_bytes.get(tier, 0) + reserve_bytes(sizes[name])
+    return table_bytes
 
 
 def gather_time_s(size_bytes: int, machine: Machine, tier: str = "") -> float:
@@ -57,9 +57,9 @@ def gather_time_s(size_bytes: int, machine: Machine, tier: str = "") -> float:
 
 def gather_link_bytes(ops: Iterable[OpSpec], machine: Machine) -> Mapping[str, int]:
     """Return the bytes of all gathered rows by link; empty where nothing is gathered."""
-    found: dict[str, int] = {}
+    link_bytes: dict[str, int] = {}
     for op in ops:
         link = gather_link(machine, op.gather_tier) if op.gathers else None
         if link is not None and (size_bytes := sum(gathered(op).values())):
-            found[link.name] = found.get(link.name, 0) + size_bytes
-    return found
+            link_bytes[link.name] = link_bytes.get(link.name, 0) + size_bytes
+    return link_bytes

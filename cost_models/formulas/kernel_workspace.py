@@ -57,12 +57,12 @@ def is_proven(func: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch
     """Return whether ``kernel_workspace_bytes`` bounds what the kernel of ``func`` takes, whatever its sizes."""
     import torch
 
-    from gascompile.formats import ops as wire_ops
+    from gascompile.formats import ops as format_ops
 
     # oneDNN packs reduced types as the processor likes it.
     if func._schema.name in _PROVEN and not any(_is_reduced(v) for v in inputs):
         return True
-    if func in (wire_ops.LINEAR, wire_ops.DECODE):
+    if func in (format_ops.LINEAR, format_ops.DECODE):
         return True
     if func.namespace != "aten" or torch.Tag.pointwise not in func.tags:
         return False
@@ -87,15 +87,15 @@ def kernel_workspace_bytes(
     # Late: plans are made without torch, too.
     import torch
 
-    from gascompile.formats import ops as wire_ops
+    from gascompile.formats import ops as format_ops
     from gascompile.formats.workspace import decode_workspace_bytes, linear_workspace_bytes
 
-    if func is wire_ops.LINEAR:
+    if func is format_ops.LINEAR:
         x, weight, _, form, group = args
         # The product with each decoded block is one of the compute dtype.
         product_bytes = _product_bytes(x, x) if x.dim() == 2 else _product_bytes(x[:1], x[:1])
         return linear_workspace_bytes(x, weight, form, group) + product_bytes
-    if func is wire_ops.DECODE:
+    if func is format_ops.DECODE:
         result = outputs[0]
         return decode_workspace_bytes(
             result.numel() // args[2], args[2], args[1], args[3], result.element_size()

@@ -81,14 +81,14 @@ def op_time_s(
 
 
 def decoding_bytes(num_weights: int, form: str, *, is_gpu: bool, rows: int) -> float:
-    """Return how many bytes more a product with a weight in ``form`` costs than its wire bytes.
+    """Return how many bytes more a product with a weight in ``form`` costs than its bytes as they move.
 
     A processor decodes into a scratch in its caches: [Empirical] bytes from memory that take as long. A GPU
     decodes in registers for few rows, and otherwise writes the weight out once and reads it.
 
     Args:
         num_weights: values that are decoded.
-        form: their wire form.
+        form: their transfer format.
         is_gpu: whether a GPU computes.
         rows: of the product's input.
     """

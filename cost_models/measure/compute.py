@@ -80,7 +80,7 @@ def matrix_rates(
     Each is typical of ``num_calls``, or of fewer where they take longer than their share of ``limit_s``.
     """
     share_s = limit_s / len(DTYPES) / len(rows) / 2
-    found = {}
+    points_of = {}
     for name in DTYPES:
         dtype: torch.dtype = getattr(torch, name)
         points = []
@@ -92,8 +92,8 @@ def matrix_rates(
             points.append(product_point(rows=count, itemsize=dtype.itemsize, time_s=time_s))
             if time_s > _MAX_CALL_S:
                 break
-        found[name] = tuple(points)
-    return found
+        points_of[name] = tuple(points)
+    return points_of
 
 
 def product_point(*, rows: int, itemsize: int, time_s: float, width: int = WIDTH) -> RatePoint:

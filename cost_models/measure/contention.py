@@ -31,7 +31,7 @@ def contention_points(weights: ColdWeights, *, limit_s: float) -> tuple[Interfer
     """
     matrices = weights.matrices(torch.float32)
     share_s = limit_s / len(_ROWS) / 3
-    found = []
+    points = []
     for rows in _ROWS:
         here, there = (_products(matrices[half::2], rows) for half in (0, 1))
         before_s = statistics.median(_timed(here, share_s))
@@ -40,8 +40,8 @@ def contention_points(weights: ColdWeights, *, limit_s: float) -> tuple[Interfer
         alone_s = min(before_s, statistics.median(_timed(here, share_s)))
         point = product_point(rows=rows, itemsize=matrices.itemsize, time_s=alone_s)
         lost_share = min(max(0.0, 1 - alone_s / both_s), _MOST_LOST)
-        found.append(InterferencePoint(flops_per_byte=point.flops_per_byte, lost_share=lost_share))
-    return tuple(found)
+        points.append(InterferencePoint(flops_per_byte=point.flops_per_byte, lost_share=lost_share))
+    return tuple(points)
 
 
 def _products(matrices: torch.Tensor, rows: int) -> Callable[[int], object]:

@@ -140,7 +140,7 @@ def with_interference(
 ) -> Machine:
     """Return ``machine`` with the shares of the links' speed that are lost beside ops, and what moving costs these."""
     measured = machine.io.source.partition(":")[0]
-    found = Interference(
+    interference = Interference(
         points=tuple(points), op_s_per_byte=op_s_per_byte, source=f"{measured}: by {how}"
     )
-    return replace(machine, interference=found)
+    return replace(machine, interference=interference)

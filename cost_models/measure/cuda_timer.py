@@ -154,11 +154,11 @@ class StagedReader:
         self._turn += 1
         start = time.perf_counter()
         into = slot.numpy().data[:size_bytes]
-        found = self._read(path, offset=offset, size_bytes=size_bytes, into=into, io=io)
+        read = self._read(path, offset=offset, size_bytes=size_bytes, into=into, io=io)
         self._stream.synchronize()
         with self._cuda.stream(self._stream):
             self._target[:size_bytes].copy_(slot[:size_bytes], non_blocking=True)
-        return _Staged(time.perf_counter() - start, found.path)
+        return _Staged(time.perf_counter() - start, read.path)
 
 
 class _Staged:

@@ -269,14 +269,14 @@ def _pipes(
     drive_rate = max(host.link("nvme->cpu").bandwidth_bytes_per_s, chosen.bytes_per_s)
     both_rate = max(gpu.both_bytes_per_s, in_rate)
     pinned = f"{measured} copies of {format_size(_LARGE_BYTES)} from pinned memory"
-    found = {
+    rates = {
         _DRIVE: (drive_rate, f"{measured} the faster of reads into RAM and reads to the GPU"),
         _IN: (in_rate, pinned),
         **{name: (both_rate, f"{measured} {_both(gpu)}") for name in _bus(gpu)},
     }
     return tuple(
         Pipe(name=name, bandwidth_bytes_per_s=rate, source=source)
-        for name, (rate, source) in found.items()
+        for name, (rate, source) in rates.items()
     )
 
 
@@ -302,13 +302,13 @@ def _both(gpu: GpuFigures) -> str:
 
 
 def _link(
-    source_tier: str, target_tier: str, found: Direction, shared: tuple[str, ...], source: str
+    source_tier: str, target_tier: str, direction: Direction, shared: tuple[str, ...], source: str
 ) -> Link:
     return Link(
         source_tier=source_tier,
         target_tier=target_tier,
-        bandwidth_bytes_per_s=found.bytes_per_s,
-        latency_s=found.latency_s,
+        bandwidth_bytes_per_s=direction.bytes_per_s,
+        latency_s=direction.latency_s,
         shared=shared,
         source=source,
     )

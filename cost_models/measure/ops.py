@@ -24,7 +24,7 @@ from gascompile.cost_models.measure.rehearse import (
     rehearse,
     storage_elements,
 )
-from gascompile.formats import ops as wire_ops
+from gascompile.formats import ops as format_ops
 
 _LARGE_BYTES = 1 << 20
 """Smaller weights stay in the caches beside everything else."""
@@ -36,7 +36,7 @@ _CALLS_LIMIT_S = 0.06
 _BY_ROWS = (
     torch.ops.aten.linear.default,
     torch.ops.aten.embedding.default,
-    wire_ops.LINEAR,
+    format_ops.LINEAR,
 )
 """Ops whose weight may be replaced by fewer of its rows."""
 
@@ -46,11 +46,11 @@ def signature(node: fx.Node, program: Program) -> str | None:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return None
-    if target.namespace != "aten" and target is not wire_ops.LINEAR:
+    if target.namespace != "aten" and target is not format_ops.LINEAR:
         return None
     parts = [str(target)]
-    if target is wire_ops.LINEAR:
-        parts.append("plain" if wire_ops.kernels_for() is None else "compiled")
+    if target is format_ops.LINEAR:
+        parts.append("plain" if format_ops.kernels_for() is None else "compiled")
     for leaf in pytree.tree_leaves((node.args, node.kwargs)):
         if not isinstance(leaf, fx.Node):
             parts.append(repr(leaf))
@@ -76,7 +76,7 @@ def measure_ops(
     """
     if limit_s <= 0:
         return {}
-    found: dict[str, float] = {}
+    times_s: dict[str, float] = {}
     start = time.perf_counter()
     with torch.no_grad(), torch.random.fork_rng(devices=()):
         weights = ColdWeights()
@@ -87,10 +87,10 @@ def measure_ops(
             weights,
             limit_s=limit_s / 2,
         )
-        found.update(whole)
+        times_s.update(whole)
         for node in nodes:
             name = signature(node, program)
-            if name is None or name in found:
+            if name is None or name in times_s:
                 continue
             if time.perf_counter() > start + limit_s:
                 break
@@ -98,11 +98,11 @@ def measure_ops(
             if call is None:
                 continue
             try:
-                found[name] = call.time_s()
+                times_s[name] = call.time_s()
             except (RuntimeError, IndexError, ValueError, NotImplementedError):
                 # Some ops look at values, and made-up ones are not theirs: they keep their formula.
                 continue
-    return found
+    return times_s
 
 
 class _Call:

@@ -47,9 +47,9 @@ def rehearse(
     passes = 1
     while passes < _MOST_PASSES and time.perf_counter() < stop:
         passes += 1
-        for name, found in rehearsal.run(stop).items():
-            times_s[name] += found
-    return {name: mean_undisturbed(times_s.get(name) or found) for name, found in first.items()}
+        for name, calls_s in rehearsal.run(stop).items():
+            times_s[name] += calls_s
+    return {name: mean_undisturbed(times_s.get(name) or first_s) for name, first_s in first.items()}
 
 
 def mean_undisturbed(times_s: list[float]) -> float:
@@ -112,16 +112,16 @@ class _Rehearsal:
     def run(self, stop: float) -> dict[str, list[float]]:
         """Return the seconds of the calls until the program or the time ends."""
         values: dict[fx.Node, Any] = dict(self._given)
-        found: dict[str, list[float]] = defaultdict(list)
+        times_s: dict[str, list[float]] = defaultdict(list)
         for node, name in self._ops:
             if time.perf_counter() > stop:
                 break
             time_s = self._call(node, values)
             if name is not None and time_s is not None:
-                found[name].append(time_s)
+                times_s[name].append(time_s)
             for source in self._frees[node]:
                 values.pop(source, None)
-        return found
+        return times_s
 
     def _call(self, node: fx.Node, values: dict[fx.Node, Any]) -> float | None:
         """Run an op; ``None`` where its result had to be made up too."""

@@ -59,7 +59,7 @@ class EventProgram:
         )
 
 
-class Moments(NamedTuple):
+class EventTimes(NamedTuple):
     """Of an event."""
 
     at_s: float
@@ -77,10 +77,10 @@ class Record:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self.events: list[Moments] = []
+        self.events: list[EventTimes] = []
         self.holders: dict[int, int | None] = {}
         """The copy that had the link of each one, or a pipe of it, the longest when it was issued."""
-        self.before: tuple[float, list[Moments]] = (0.0, [])
+        self.before: tuple[float, list[EventTimes]] = (0.0, [])
         """Seconds and events of the iteration before."""
         self._last: dict[tuple[bool, int], int] = {}
 
@@ -236,7 +236,7 @@ def _iterate_sites(
                 now[partner] = max(now[partner], until_s)
             waits += 1
         if record is not None:
-            record.events.append(Moments(at_s, from_s, until_s, max(now)))
+            record.events.append(EventTimes(at_s, from_s, until_s, max(now)))
     return max(now)
 
 

@@ -75,13 +75,13 @@ def replay(
         ValueError: a wait has no prefetch of that tensor to that address.
     """
     op_times_s = contended(ops, op_times_s, sites, machine) if sites is not None else op_times_s
-    quick_s = undisturbed(ops, op_times_s, machine)
+    quick_s = contention_free(ops, op_times_s, machine)
     where = op_sites(ops, sites, machine, lasting) if sites is not None else None
     events = compile_events(steps, quick_s, machine, repeats=repeats, sites=where)
     seconds, stalls = steady_iteration(events)
     first = _first_iteration(steps, ops, machine, resident_bytes or {}, repeats)
     first_s = steady_seconds(compile_events(first, quick_s, machine, repeats=False, sites=where))
-    disturbed_s = lost_seconds(steps, ops, op_times_s, machine)
+    lost_s = lost_seconds(steps, ops, op_times_s, machine)
     waits = [step for step in steps if isinstance(step, Wait) and step.site is None]
     link_busy_s: dict[str, float] = {}
     for step in steps:
@@ -93,9 +93,9 @@ def replay(
     ops_s = sum(op_times_s[op] for op in runs(steps) if where is None or not where.clock(op))
     return Timeline(
         seconds=with_moving(
-            seconds + disturbed_s, ops_s=ops_s, moved_bytes=sum(moved.values()), machine=machine
+            seconds + lost_s, ops_s=ops_s, moved_bytes=sum(moved.values()), machine=machine
         ),
-        first_iteration_s=first_s + disturbed_s,
+        first_iteration_s=first_s + lost_s,
         stalls=tuple(
             Stall(op=waits[i].op, tensor=waits[i].tensor, time_s=time_s) for i, time_s in stalls
         ),
@@ -107,19 +107,19 @@ def replay(
 
 def link_bytes(steps: Sequence[Step], ops: Sequence[OpSpec], machine: Machine) -> dict[str, int]:
     """Return the bytes that an iteration moves per link, rows that ops gather included."""
-    found: dict[str, int] = {}
+    moved: dict[str, int] = {}
     for step in steps:
         if isinstance(step, _TRANSFERS):
-            found[step.link] = found.get(step.link, 0) + step.size_bytes
+            moved[step.link] = moved.get(step.link, 0) + step.size_bytes
     for name, size_bytes in gather_link_bytes(ops, machine).items():
-        found[name] = found.get(name, 0) + size_bytes
-    return found
+        moved[name] = moved.get(name, 0) + size_bytes
+    return moved
 
 
-def undisturbed(
+def contention_free(
     ops: Sequence[OpSpec], op_times_s: Sequence[float], machine: Machine
 ) -> list[float]:
-    """Return the seconds of ops in the time of links, of which an op gives them only a part.
+    """Return the seconds of ops in contention-free time, in which no op slows a link down.
 
     While an op runs for ``t``, links move what they move in ``(1 - lost share) * t`` otherwise. Counted in
     that time links are never slowed down, and every iteration is shorter by ``lost_seconds``.
@@ -134,7 +134,7 @@ def undisturbed(
 def lost_seconds(
     steps: Sequence[Step], ops: Sequence[OpSpec], op_times_s: Sequence[float], machine: Machine
 ) -> float:
-    """Return by how much an iteration is longer than in the time of links."""
+    """Return by how much an iteration is longer than in contention-free time."""
     if not machine.interference.points:
         return 0.0
     return sum(lost_share(ops[op], machine) * op_times_s[op] for op in runs(steps))

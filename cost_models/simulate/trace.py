@@ -31,7 +31,7 @@ from gascompile.cost_models.simulate.events import (
     steady_iteration,
 )
 from gascompile.cost_models.simulate.memory_curve import MemoryCurve, memory_curves
-from gascompile.cost_models.simulate.replay import compile_events, replay_plan, undisturbed
+from gascompile.cost_models.simulate.replay import compile_events, contention_free, replay_plan
 
 LINK_BUSY, MEMORY, BANDWIDTH = "link busy", "memory", "bandwidth"
 _SATURATED = 0.999
@@ -126,7 +126,7 @@ def _with_causes(walk: _Iteration, machine: Machine) -> tuple[Stall, ...]:
         link_s[t.link] = link_s.get(t.link, 0.0) + link.transfer_time_s(t.size_bytes)
         for pipe, time_s in pipe_times(machine, link, t.size_bytes):
             pipe_s[pipe] += time_s
-    found = []
+    stalls = []
     for stall, t in walk.stalls:
         pipes = pipe_times(machine, machine.link(t.link), t.size_bytes)
         if link_s.get(t.link, 0.0) >= full_s or any(pipe_s[pipe] >= full_s for pipe, _ in pipes):
@@ -137,17 +137,17 @@ def _with_causes(walk: _Iteration, machine: Machine) -> tuple[Stall, ...]:
             cause, blocker = MEMORY, t.freed_by
         else:
             cause, blocker = BANDWIDTH, ""
-        found.append(replace(stall, cause=cause, blocker=blocker))
-    return tuple(found)
+        stalls.append(replace(stall, cause=cause, blocker=blocker))
+    return tuple(stalls)
 
 
 class _Stretch:
-    """From the time of links, in which the steps are walked, to that of the machine."""
+    """From contention-free time, in which the steps are walked, to that of the machine."""
 
     def __init__(self, walk: _Iteration, machine: Machine, seconds: float) -> None:
-        disturbed = machine.interference.points or machine.interference.op_s_per_byte
+        contends = machine.interference.points or machine.interference.op_s_per_byte
         # Where ops of two sites run at once, no moment of the one time is one of the other.
-        self._is_one = not disturbed or walk.has_sites
+        self._is_one = not contends or walk.has_sites
         self._links_s, self._machine_s = [0.0], [0.0]
         for op in walk.ops:
             self._add(op.begun_s)
@@ -197,7 +197,7 @@ class _Stretch:
 
 
 class _Iteration:
-    """The steady iteration, step by step, in the time of links, which ops do not slow down; see ``undisturbed``."""
+    """The steady iteration, step by step, in contention-free time; see ``contention_free``."""
 
     def __init__(self, plan: Plan, machine: Machine) -> None:
         self.ops_s = plan_times(plan, machine)
@@ -206,7 +206,7 @@ class _Iteration:
         self._plan, self._machine = plan, machine
         self._events = compile_events(
             plan.steps,
-            undisturbed(plan.workload.ops, self.ops_s, machine),
+            contention_free(plan.workload.ops, self.ops_s, machine),
             machine,
             repeats=plan.workload.repeats,
             sites=sites,
@@ -309,7 +309,7 @@ def _freed_by(plan: Plan) -> dict[int, str]:
     the last one released since then.
     """
     sizes = {tensor.name: tensor.size_bytes for tensor in plan.workload.tensors}
-    found: dict[int, str] = {}
+    freed_by: dict[int, str] = {}
     released: list[Release] = []
     for i, step in enumerate(plan.steps):
         if isinstance(step, (Compute, Recompute)):
@@ -319,8 +319,8 @@ def _freed_by(plan: Plan) -> dict[int, str]:
         elif isinstance(step, (Prefetch, Reload)):
             names = [r.tensor for r in released if _overlap(step, r, sizes)]
             if names:
-                found[i] = names[-1]
-    return found
+                freed_by[i] = names[-1]
+    return freed_by
 
 
 def _overlap(step: Prefetch | Reload, other: Release, sizes: Mapping[str, int]) -> bool:

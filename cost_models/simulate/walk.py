@@ -212,7 +212,7 @@ class Walk:
         for name in written:
             if name in self._version:
                 self._need(i, spec.name, name, site, self._version[name])
-                self._settled(i, spec.name, name)
+                self._require_no_copy(i, spec.name, name)
                 self._require_at_home(i, spec.name, name, site)
         self._values_made[op] = dict.fromkeys((n for n in written if n not in self._version), 0)
         for name in written:
@@ -250,7 +250,7 @@ class Walk:
                     f"step {i} computes op '{spec.name}' again, which does not make '{name}' as it is now",
                     i,
                 )
-            self._settled(i, spec.name, name)
+            self._require_no_copy(i, spec.name, name)
             if site not in self._copies.get(name, {}):
                 self._put(name, site, self._version[name])
         self._hold(site, "", spec.workspace_bytes)
@@ -265,7 +265,7 @@ class Walk:
         if copy.version != version:
             refuse(f"op '{op}' would find another value of '{name}' than it should", i)
 
-    def _settled(self, i: int, op: str, name: str) -> None:
+    def _require_no_copy(self, i: int, op: str, name: str) -> None:
         if any(copy.link is not None for copy in self._copies.get(name, {}).values()):
             refuse(f"op '{op}' writes '{name}' while it is being copied", i)
 
@@ -293,7 +293,7 @@ class Walk:
         here = self._copies.get(name, {}).get(self.site)
         if here is None or here.link is not None or here.version != self._version[name]:
             refuse(f"step {i} copies '{name}' out, which is not there", i)
-        self._settled(i, f"step {i}", name)
+        self._require_no_copy(i, f"step {i}", name)
         self._put(name, link.target_tier, here.version, link.name)
 
     def _reload(self, i: int, step: Reload) -> None:

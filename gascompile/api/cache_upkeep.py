@@ -94,13 +94,13 @@ def items(cache_dir: Path) -> list[CacheItem]:
     return [*plans, *sorted(files, key=lambda item: (order.index(item.kind), item.age_s))]
 
 
-def select(found: Iterable[CacheItem], prefixes: Iterable[str]) -> list[CacheItem]:
+def select(items_at_hand: Iterable[CacheItem], prefixes: Iterable[str]) -> list[CacheItem]:
     """Return the items whose keys begin with ``prefixes``.
 
     Raises:
         ValueError: a prefix fits no key, or several.
     """
-    known = list(found)
+    known = list(items_at_hand)
     chosen: dict[str, CacheItem] = {}
     for prefix in prefixes:
         fitting = [item for item in known if prefix and item.key.startswith(prefix)]
@@ -160,9 +160,9 @@ def collect(
     """
     if not cache_dir.is_dir():
         return []
-    found = items(cache_dir)
-    plans = [item for item in found if item.kind == ItemKind.PLAN]
-    others = [item for item in found if item.kind in {ItemKind.CODE, ItemKind.CAPTURE}]
+    all_items = items(cache_dir)
+    plans = [item for item in all_items if item.kind == ItemKind.PLAN]
+    others = [item for item in all_items if item.kind in {ItemKind.CODE, ItemKind.CAPTURE}]
     old = [i for i in (*plans, *others) if older_than_s is not None and i.age_s > older_than_s]
     doomed = [*old, *(item for item in plans if not item.ok and item not in old)]
     captures = [item for item in others if item.kind == ItemKind.CAPTURE]
@@ -170,9 +170,9 @@ def collect(
     kept.sort(key=lambda item: item.age_s)
     while True:
         needed = _resolved(path for item in kept for path in item.weight_files)
-        unused = [] if keep_weights else _unused_weights(found, needed)
+        unused = [] if keep_weights else _unused_weights(all_items, needed)
         gone = {item.path for item in (*doomed, *unused)}
-        left = (i for i in found if i.path not in gone and i.kind != ItemKind.CODE)
+        left = (i for i in all_items if i.path not in gone and i.kind != ItemKind.CODE)
         left_bytes = sum(item.size_bytes for item in left)
         if max_size_bytes is None or left_bytes <= max_size_bytes or not kept:
             break
@@ -183,10 +183,10 @@ def collect(
     return removed
 
 
-def _unused_weights(found: Iterable[CacheItem], needed: frozenset[str]) -> list[CacheItem]:
+def _unused_weights(all_items: Iterable[CacheItem], needed: frozenset[str]) -> list[CacheItem]:
     return [
         item
-        for item in found
+        for item in all_items
         if item.kind == ItemKind.WEIGHTS
         and item.age_s > GRACE_S
         and str(Path(item.path).resolve()) not in needed

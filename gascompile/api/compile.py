@@ -69,7 +69,7 @@ class Job:
     checkpoint_path: Path | None = None
     dynamic_shapes: Any = None
     reserved_bytes: int = 0
-    pinned: Plan | None = None
+    arena_of: Plan | None = None
     in_arena: bool = False  # whether weights have to be in one, which others share
     weighs: bool = False  # whether forms of weights may depend on their values, which are there
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # that calls mutate: one for all
@@ -89,7 +89,7 @@ class Job:
     def without_loss(self) -> Job:
         """Return the job of the same model, inputs and budget whose weights move as they are stored."""
         exact = replace(self.config, weights=None, fuse="off")
-        return replace(self, config=exact, pinned=None, buffers={})
+        return replace(self, config=exact, arena_of=None, buffers={})
 
     def ranged(self, dynamic_shapes: Any) -> Job:
         """Return the job of the same model and budget for ranges of sizes."""
@@ -166,10 +166,10 @@ class Job:
         """Return ``unit`` with a plan that has what its runs have taught about the memory of ops."""
         before, prints = unit.bundle, unit.bundle.plan.fingerprint
         bundle = replace(before, plan=self.place(before.program, prints), fusion=None)
-        found = fused_unit(Unit.of(bundle, graphs=self.config.graphs), self.config)
+        fused = fused_unit(Unit.of(bundle, graphs=self.config.graphs), self.config)
         if unit.basis is not None:
-            found.basis = unit.basis.rewrite(self.config.cache_dir, self._kept(found.bundle))
-        return found
+            fused.basis = unit.basis.rewrite(self.config.cache_dir, self._kept(fused.bundle))
+        return fused
 
     def fingerprint(
         self,
@@ -281,7 +281,7 @@ class Job:
                 warnings=warnings,
                 may_move=None if stays else on_heap(program, annotation, self.machine),
                 reserved_bytes=self.reserved_bytes,
-                pinned=self.pinned,
+                arena_of=self.arena_of,
             )
 
 

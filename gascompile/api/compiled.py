@@ -228,11 +228,11 @@ class CompiledModel(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], _recurse: bool = True) -> Self:
         """What moves and converts modules changes nothing here, or is refused."""
         for dtype in _float_dtypes(self) or (torch.get_default_dtype(),):
-            found = fn(torch.empty(0, dtype=dtype, device=self.device))
-            if found.dtype != dtype or found.device.type != self.device.type:
+            applied = fn(torch.empty(0, dtype=dtype, device=self.device))
+            if applied.dtype != dtype or applied.device.type != self.device.type:
                 refuse(
-                    f"it computes with {dtype} on '{self.device}', and its plan has no other: {found.dtype} on "
-                    f"'{found.device}' is asked for",
+                    f"it computes with {dtype} on '{self.device}', and its plan has no other: {applied.dtype} on "
+                    f"'{applied.device}' is asked for",
                     "Convert the model before gascompile.compile, or choose machine= for another device",
                 )
         return self
@@ -301,9 +301,9 @@ class CompiledModel(nn.Module):
     def __getattr__(self, name: str) -> Any:
         own = self.__dict__
         for kind in ("_parameters", "_buffers", "_modules"):
-            found = own.get(kind, {})
-            if name in found:
-                return found[name]
+            entries = own.get(kind, {})
+            if name in entries:
+                return entries[name]
         planning = own["_gascompile"].planning if "_gascompile" in own else None
         if planning is None:
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
@@ -370,7 +370,7 @@ def _class_beside(cls: type[nn.Module]) -> type[CompiledModel]:
 
 
 def _float_dtypes(module: nn.Module) -> tuple[torch.dtype, ...]:
-    found = dict.fromkeys(
+    dtypes = dict.fromkeys(
         t.dtype for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()
     )
-    return tuple(found)
+    return tuple(dtypes)

@@ -26,7 +26,7 @@ def plan_costed(
     warnings: Sequence[str],
     may_move: OnHeap | None,
     reserved_bytes: int = 0,
-    pinned: Plan | None = None,
+    arena_of: Plan | None = None,
 ) -> Plan:
     """Return the verified plan of a model's workload.
 
@@ -39,7 +39,7 @@ def plan_costed(
         warnings: what its user is told.
         may_move: what a plan may do with states and activations.
         reserved_bytes: of the tier that computes, for others.
-        pinned: a plan whose arena this one shares.
+        arena_of: a plan whose arena this one shares.
 
     Raises:
         InfeasiblePlanError: the budget is too small.
@@ -53,10 +53,10 @@ def plan_costed(
             fingerprint=prints,
             warnings=tuple(warnings),
             reserved_bytes=reserved_bytes + taken_bytes,
-            pinned=pinned,
+            arena_of=arena_of,
             on_heap=may_move,
             **config.search_limits,
         )
-        return planned(plan, workload, machine, config, is_free=pinned is None)
+        return planned(plan, workload, machine, config, is_free=arena_of is None)
 
     return plan_on_device(make, workload, machine, budget)

@@ -16,7 +16,7 @@ from gascompile.bundles.check import check_bundle, check_weights
 from gascompile.bundles.files import Weights, relocate
 from gascompile.capture.fingerprint.fingerprint import versions
 from gascompile.codegen.fuse import load_kernels
-from gascompile.codegen.packed_kernels import use_wire_kernels
+from gascompile.codegen.packed_kernels import use_packed_kernels
 from gascompile.core.config import CompileConfig
 from gascompile.core.errors import CheckpointError, FormatError, PlanMismatchError, StorageError
 from gascompile.core.progress import task
@@ -81,8 +81,8 @@ def load(
             "here, or pass any_machine=True to run it as it is"
         )
     verify(bundle.plan)
-    if (found := settings_misfit(bundle.plan)) is not None:
-        raise PlanMismatchError(f"{path}: {found.reason}. {advice(found)}")
+    if (unfit := settings_misfit(bundle.plan)) is not None:
+        raise PlanMismatchError(f"{path}: {unfit.reason}. {advice(unfit)}")
     check_bundle(bundle, cache)
     bundle = replace(bundle, plan=admit_saved(bundle.plan))
     weights = bundle.weights
@@ -94,7 +94,7 @@ def load(
         # What reads files keeps a hand on their memory.
         bundle = replace(bundle, held={name: value.clone() for name, value in bundle.held.items()})
     unit = Unit.of(bundle, graphs=config.graphs)
-    use_wire_kernels(bundle.program.forms, cache, make=False)
+    use_packed_kernels(bundle.program.forms, cache, make=False)
     if bundle.fusion is not None:
         unit.fusion = load_kernels(bundle, cache_dir=cache, trust=allow_code)
     runner = Runner(
@@ -118,12 +118,12 @@ def _moved(weights: Weights, root: Path) -> Weights:
 
     places = {}
     for stamp in weights.stamps:
-        found = here.get(Path(stamp.path).name)
-        if found is None:
+        stamp_here = here.get(Path(stamp.path).name)
+        if stamp_here is None:
             raise CheckpointError(
                 f"{root} holds no file '{Path(stamp.path).name}', which the bundle needs"
             )
-        places[stamp.path] = found.path
+        places[stamp.path] = stamp_here.path
     return relocate(weights, places)
 
 

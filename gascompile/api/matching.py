@@ -48,10 +48,10 @@ def require_inputs(program: Program, machine: Machine) -> None:
     names = {spec.name: spec.path for spec in program.inputs if spec.dtype is not None}
     owners = bound_aliases(program.graph_module.graph, names)
     for node in program.op_nodes():
-        found = owners[node.all_input_nodes[0]] if node.all_input_nodes else frozenset()
-        if str(node.target).startswith("aten.as_strided") and found:
+        owner = owners[node.all_input_nodes[0]] if node.all_input_nodes else frozenset()
+        if str(node.target).startswith("aten.as_strided") and owner:
             raise UnsupportedOpError(
-                f"op '{node.name}' of '{program.name}' takes a view of the input '{min(found)}' by "
+                f"op '{node.name}' of '{program.name}' takes a view of the input '{min(owner)}' by "
                 f"strides, which its copy in '{machine.compute_tier}' may not have; write it with slices and transposes"
             )
     written = next((spec.path for spec in program.inputs if spec.written), None)
@@ -70,13 +70,13 @@ def settings_misfit(plan: Plan) -> Misfit | None:
     return Misfit(f"torch is set to {now}; the plan was made under {wanted}", is_setting=True)
 
 
-def advice(found: Misfit) -> str:
+def advice(why_not: Misfit) -> str:
     """Return what to do where a call fits no plan and none is made for it."""
-    if found.is_value:
+    if why_not.is_value:
         return "Put the value back (for .training: model.eval()), or compile again"
-    if found.is_setting:
+    if why_not.is_setting:
         return "Set them back around the call, or compile again under these"
-    if found.is_layout:
+    if why_not.is_layout:
         return (
             "Pass a copy that is laid out as planned, such as x.contiguous() or x.clone(), or compile again with "
             "example_inputs like these"
@@ -129,10 +129,10 @@ def as_planned(
 
 
 def _layout_mismatch(value: torch.Tensor, expected: InputSpec) -> str | None:
-    found, wanted = strides_of(value), expected.strides_for(tuple(value.shape))
-    if found == wanted:
+    stride, wanted = strides_of(value), expected.strides_for(tuple(value.shape))
+    if stride == wanted:
         return None
-    return f"has the strides {list(found)}, the plan was made for {list(wanted)}"
+    return f"has the strides {list(stride)}, the plan was made for {list(wanted)}"
 
 
 def _sharing_misfit(inputs: Sequence[InputSpec], leaves: Sequence[Any]) -> Misfit | None:

@@ -39,9 +39,9 @@ class Cells:
         }
         in_files = _InFiles() if near else None
         for number, tensor in near.items():
-            found = [] if in_files is None or in_files.has(tensor) else _cells_of(tensor)
-            self._cells += found
-            self._owners += [number] * len(found)
+            cells = [] if in_files is None or in_files.has(tensor) else _cells_of(tensor)
+            self._cells += cells
+            self._owners += [number] * len(cells)
         self._noted = list(map(_VALUE, self._cells))
 
     def changed(self) -> int | None:
@@ -85,11 +85,11 @@ def _cells_of(tensor: torch.Tensor) -> list[ctypes.c_uint64]:
     begin, words = tensor.data_ptr(), tensor.nbytes // _BYTES
     if not begin or not words:
         return []
-    found: list[ctypes.c_uint64] = []
+    filled: list[ctypes.c_uint64] = []
     empty: list[ctypes.c_uint64] = []
     for place in dict.fromkeys(part * words // len(_PLACES) for part in _PLACES):
         cell = ctypes.c_uint64.from_address(begin + place * _BYTES)
-        (found if cell.value else empty).append(cell)
-        if len(found) == _KEPT:
+        (filled if cell.value else empty).append(cell)
+        if len(filled) == _KEPT:
             break
-    return [*found, *empty][:_KEPT]
+    return [*filled, *empty][:_KEPT]

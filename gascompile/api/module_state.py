@@ -30,14 +30,14 @@ def stored_state(
     destination = args[0] if args else kwargs.get("destination")
     prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")
     before = set(destination or ())
-    found = model.state_dict(*args, **kwargs)
-    missing = [n for n, t in found.items() if n not in before and _has_no_value(t)]
+    state = model.state_dict(*args, **kwargs)
+    missing = [n for n, t in state.items() if n not in before and _has_no_value(t)]
     if not missing:
-        return found
+        return state
     values = _Values(model, open_checkpoint())
     for name in missing:
-        found[name] = values.of(name.removeprefix(prefix), found[name])
-    return found
+        state[name] = values.of(name.removeprefix(prefix), state[name])
+    return state
 
 
 def saved_state(
@@ -52,17 +52,17 @@ def saved_state(
         CheckpointError: a file cannot be read.
         CompiledModelError: a weight is there in a packed form alone.
     """
-    found = {} if destination is None else destination
+    state = {} if destination is None else destination
     for name, value in bundle.held.items():
-        found[prefix + name] = value if keep_vars else value.detach()
+        state[prefix + name] = value if keep_vars else value.detach()
     for name, source in bundle.weights.sources.items():
         if source.dtype != bundle.program.bound[name].dtype or name in bundle.program.forms:
             raise CompiledModelError(
                 f"the bundle holds '{name}' as it moves, as {source.dtype}, and not as it was; take the state_dict of "
                 "the model that it was made from"
             )
-        found[prefix + name] = stored_value(source)
-    return found
+        state[prefix + name] = stored_value(source)
+    return state
 
 
 class _Values:

@@ -130,18 +130,18 @@ def _cover_states(session: LastingSession) -> None:
 
     def opened() -> LastingSession | None:
         require_life(here, "the session that has the model's states")
-        if (found := of()) is None:
+        if (lasting := of()) is None:
             # Who dropped it was interrupted; the model's tensors have their values after that.
             keeper.do(bool)
-        return found
+        return lasting
 
     def value(name: str) -> torch.Tensor:
-        found = opened()
-        return found.state(name) if found is not None else taken.tensors[name].detach().clone()
+        lasting = opened()
+        return lasting.state(name) if lasting is not None else taken.tensors[name].detach().clone()
 
     def assign(name: str, new: torch.Tensor) -> None:
-        if (found := opened()) is not None:
-            found.assign_state(name, new)
+        if (lasting := opened()) is not None:
+            lasting.assign_state(name, new)
         else:
             taken.tensors[name].detach().copy_(new)
 

@@ -70,7 +70,7 @@ def other_ranks(
     if not counts or min(counts) < 1:
         raise ValueError(f"numbers of ranks are {list(counts)}; give one at least, each from 1 on")
     workload, width = chain_of(source, machine, (batch, tokens), cache_dir)
-    found: list[RanksVariant] = []
+    variants: list[RanksVariant] = []
     base: float | None = None
     for count in sorted(set(counts)):
         try:
@@ -78,12 +78,12 @@ def other_ranks(
                 workload, equal_ranks(machine, count), train=train, param_bytes=width or None
             )
         except InfeasiblePlanError as error:
-            found.append(_without_room(count, error.required_bytes))
+            variants.append(_without_room(count, error.required_bytes))
             continue
         rate = (count if train else 1) / made.predicted_s
         base = rate / count if base is None else base
-        found.append(_of(made, rate, rate / count / base))
-    return tuple(found)
+        variants.append(_of(made, rate, rate / count / base))
+    return tuple(variants)
 
 
 def _of(made: HostsPlan, rate: float, efficiency: float) -> RanksVariant:

@@ -82,8 +82,8 @@ class PipedJob(Job):
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], entry: CachedPlan | None = None
     ) -> Capture:
         """Trace the model, and return the stage of this rank."""
-        found = super().capture(args, kwargs, entry)
-        return replace(found, program=self._stage(found.program))
+        whole = super().capture(args, kwargs, entry)
+        return replace(whole, program=self._stage(whole.program))
 
     def _stage(self, program: Program) -> Program:
         """Return what this rank runs of a model.
@@ -99,12 +99,12 @@ class PipedJob(Job):
         marks = [[n.op, n.name, str(n.target), [s.name for s in n.all_input_nodes]] for n in nodes]
         bound = [[n, of.dtype, list(of.shape)] for n, of in sorted(program.bound.items())]
         ranks.compare("the captured model", serial.digest([marks, bound]).encode())
-        found = self._staged(program)
-        if len(found.ops) < size:
+        staging = self._staged(program)
+        if len(staging.ops) < size:
             raise UnsupportedOpError(
-                f"a model of {len(found.ops)} ops cannot be {size} stages; use fewer ranks"
+                f"a model of {len(staging.ops)} ops cannot be {size} stages; use fewer ranks"
             )
-        legs = self._legs(program, found)
+        legs = self._legs(program, staging)
         cut = Cut(legs=legs, orders=_orders(size), num_batches=1, rows={})
         own = list(roots(program.graph_module.graph.output_node(), legs.leg_of))
         late = [n.meta["val"] for n in own if legs.leg_of[n] == ranks.layout.rank]
@@ -119,47 +119,47 @@ class PipedJob(Job):
         ops = staged(program.graph_module.graph, sizes, sizes)
         return Staged(ops=ops, num_forward=len(ops))
 
-    def _legs(self, program: Program, found: Staged) -> Legs:
+    def _legs(self, program: Program, staging: Staged) -> Legs:
         from gascompile.training.pipeline.agreement import StageMemory, agreed_problem, in_words
         from gascompile.training.pipeline.pipeline import stages_of
         from gascompile.training.pipeline.stage_problem import holders_of, op_seconds, stage_ops
 
-        size, own = self.stages.ranks.layout.size, set(found.ops)
+        size, own = self.stages.ranks.layout.size, set(staging.ops)
         names = program.bindings
         if self.stages.held:
-            stages = _as_before(found.ops, names, self.stages.held, size)
+            stages = _as_before(staging.ops, names, self.stages.held, size)
         elif forced is not None:
-            stages = stages_of(forced(len(found.ops), size), len(found.ops))
+            stages = stages_of(forced(len(staging.ops), size), len(staging.ops))
         else:
             workload = self.annotated(program).workload
             memory = StageMemory.of(self.machine, self.limit_bytes)
-            ops = stage_ops(found, names, workload, 0)
-            times_s = op_seconds(found, workload, memory.site)
+            ops = stage_ops(staging, names, workload, 0)
+            times_s = op_seconds(staging, workload, memory.site)
             agreed = (self.stages.ranks, ops, times_s, memory)
             problem = agreed_problem(*agreed, has_backward=False)
             choice = cut_stages(problem, [1])
             if choice is None:
-                place = max(range(len(found.ops)), key=ops.least_bytes.__getitem__)
+                place = max(range(len(staging.ops)), key=ops.least_bytes.__getitem__)
                 raise InfeasiblePlanError(
                     tier=memory.site,
                     limit_bytes=min(of.budget_bytes for of in problem.ranks),
                     required_bytes=ops.least_bytes[place],
-                    op=found.ops[place].name,
+                    op=staging.ops[place].name,
                 )
             self.stages.note = in_words(problem, choice, "a call")
             _log.info("%s", self.stages.note)
-            stages = stages_of(choice.begins, len(found.ops))
-        for node, stage in zip(found.ops, stages, strict=True):
+            stages = stages_of(choice.begins, len(staging.ops))
+        for node, stage in zip(staging.ops, stages, strict=True):
             for source in placeholders(node, own):
                 if source.name in names:
                     self.stages.held.setdefault(names[source.name], stage)
-        return found.legs(stages, size, holders_of(found.ops, stages))
+        return staging.legs(stages, size, holders_of(staging.ops, stages))
 
     def annotated(self, program: Program, sites: Sequence[str] = ()) -> Annotation:
         """Return the costs of a stage, with what it takes to receive."""
         from gascompile.distributed import stage_ops
 
-        found, ladder = super().annotated(program, sites), self.stages.ranks.ladder()
+        annotation, ladder = super().annotated(program, sites), self.stages.ranks.ladder()
         coming = {n.name: n for n in program.op_nodes() if n.target is stage_ops.receive}
         times_s = {
             name: ladder.seconds(stage_ops.message_bytes(node.target, node.args), divided=False)
@@ -169,14 +169,14 @@ class PipedJob(Job):
             replace(op, time_s={self.machine.compute_tier: times_s[op.name]})
             if op.name in times_s
             else op
-            for op in found.workload.ops
+            for op in annotation.workload.ops
         )
         own = {n.name for n in program.op_nodes() if stage_ops.is_of_stages(n.target)}
         return replace(
-            found,
-            workload=replace(found.workload, ops=ops),
-            unknown_ops=tuple(op for op in found.unknown_ops if STAGE_OPS not in op),
-            unproven={op: call for op, call in found.unproven.items() if op not in own},
+            annotation,
+            workload=replace(annotation.workload, ops=ops),
+            unknown_ops=tuple(op for op in annotation.unknown_ops if STAGE_OPS not in op),
+            unproven={op: call for op, call in annotation.unproven.items() if op not in own},
         )
 
     def place(self, program: Program, prints: Mapping[str, str]) -> Plan:
@@ -302,13 +302,13 @@ def _as_before(
     ops: Sequence[fx.Node], names: Mapping[str, str], held: Mapping[str, int], size: int
 ) -> list[int]:
     """Return stages under which each weight is where it was for inputs of another kind."""
-    own, stage, found = set(ops), 0, []
+    own, stage, stage_of = set(ops), 0, []
     for node in ops:
         stages = [held[names[s.name]] for s in placeholders(node, own) if names.get(s.name) in held]
         # One that two stages have is read by the later one's ops, too.
         stage = max([stage, *stages])
-        found.append(min(stage, size - 1))
-    return found
+        stage_of.append(min(stage, size - 1))
+    return stage_of
 
 
 def _program_of(program: Program, cut: Cut, rank: int) -> Program:

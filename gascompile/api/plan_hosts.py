@@ -50,8 +50,8 @@ def plan_hosts(
         UnsupportedOpError: the source is no chain of layers that repeat, or a device has no rate.
         FormatError: a file is damaged or makes no sense; names the place.
     """
-    found = named_hosts(hosts)
-    machine = found.hosts[0].machine
+    resolved = named_hosts(hosts)
+    machine = resolved.hosts[0].machine
     folder = Path(cache_dir or default_cache_dir())
     workload, width = _workload(source, machine, (batch, tokens), folder)
     if train:
@@ -65,10 +65,10 @@ def plan_hosts(
         width = width or param_bytes or _PARAM_BYTES
         if not 1 <= width <= 8:
             raise ValueError(f"param_bytes is {width}; give 1 to 8")
-        return plan_shards(workload, found, training=Training.adam(width))
+        return plan_shards(workload, resolved, training=Training.adam(width))
     from gascompile.passes.parallel.plan_ring import plan_ring
 
-    return plan_ring(workload, found, strategy=strategy or "cut")
+    return plan_ring(workload, resolved, strategy=strategy or "cut")
 
 
 def chain_of(
@@ -104,7 +104,7 @@ def _workload(
     from gascompile.api.model_planning import annotated_source
 
     config = CompileConfig(cache_dir=cache_dir)
-    _, program, found = annotated_source(source, machine, config, shape=shape)
+    _, program, annotation = annotated_source(source, machine, config, shape=shape)
     weights = [spec for name, spec in program.bound.items() if name not in program.states]
     numbers = sum(math.prod(spec.shape) for spec in weights)
-    return found.workload, round(sum(spec.size_bytes for spec in weights) / max(1, numbers))
+    return annotation.workload, round(sum(spec.size_bytes for spec in weights) / max(1, numbers))

@@ -63,13 +63,15 @@ class RankedJob(Job):
 
     def look_up(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LookedUp:
         """Return the plan for one input signature, if the caches of all ranks have the same one."""
-        found = super().look_up(args, kwargs)
-        known = found.unit if found.unit is not None and _is_shareable(found.unit) else None
+        looked_up = super().look_up(args, kwargs)
+        known = (
+            looked_up.unit if looked_up.unit is not None and _is_shareable(looked_up.unit) else None
+        )
         number = int(_digest(known)[:15], 16) if known is not None else -1
-        prints = serial.digest(dict(found.entry.prints))
+        prints = serial.digest(dict(looked_up.entry.prints))
         told = self.ranks.meet("the model, its inputs, the budget or options", prints, (number,))
         agreed = number >= 0 and all(row == [number] for row in told)
-        return replace(found, unit=known if agreed else None)
+        return replace(looked_up, unit=known if agreed else None)
 
     def fingerprint(self, *given: Any) -> dict[str, str]:
         """Return the digest of every input of the plan, by part; those of one process are other plans."""

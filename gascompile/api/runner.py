@@ -163,8 +163,8 @@ class Runner:
             return tuple(self._run_unchanged(u, call.leaves) for u in (unit, exact_unit))
 
         with torch.random.fork_rng(devices=[]):
-            found, wanted = self._turn.take(both)
-        return output_error(found, wanted)
+            outputs, wanted = self._turn.take(both)
+        return output_error(outputs, wanted)
 
     def _planned_again(self, unit: Unit) -> Unit:
         """Return a plan with what runs have taught about the memory of ops; all that share an arena are made again."""
@@ -187,12 +187,12 @@ class Runner:
         try:
             with torch.random.fork_rng(devices=[] if on_host else None):
                 outputs = self._activate(unit).run(*unit.given(copies(leaves))[0])
-            found = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, outputs)
+            clones = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, outputs)
         finally:
             self._open.close()
             for name, tensor in unit.bundle.held.items():
                 tensor.detach().copy_(before[name])
-        return unflatten(found, unit.out_spec)
+        return unflatten(clones, unit.out_spec)
 
     def pull_states(self) -> None:
         """Have the model's own states follow what calls changed on a device."""
@@ -268,12 +268,14 @@ class Runner:
         units.sort(key=lambda unit: unit not in self._open.units)
         misfits = []
         for unit in units:
-            found = unit.misfit(call.leaves, call.spec) or self._changed(unit)
-            if found is None:
+            why_not = unit.misfit(call.leaves, call.spec) or self._changed(unit)
+            if why_not is None:
                 return self._used(unit)
-            misfits.append(found)
+            misfits.append(why_not)
         # Where only that differs a plan is made though shapes are given once and for all.
-        near = min(misfits, key=lambda found: (not found.is_value, not found.is_near), default=None)
+        near = min(
+            misfits, key=lambda why_not: (not why_not.is_value, not why_not.is_near), default=None
+        )
         is_near = near is not None and near.is_near
         if self.planning is None or (self._is_fixed and not is_near):
             assert near is not None
@@ -300,13 +302,13 @@ class Runner:
     def _in_range(self, planning: Planning, call: Call) -> Unit:
         """Return a plan for sizes around those of this call and of others, or for its own alone."""
         if planning.dynamic_shapes is None and self._ranges is not None:
-            for found in self._ranges.attempts(self.units, call.leaves, call.spec):
+            for attempt in self._ranges.attempts(self.units, call.leaves, call.spec):
                 try:
-                    unit = self._add(planning.ranged(found.dynamic_shapes), call, found.text)
+                    unit = self._add(planning.ranged(attempt.dynamic_shapes), call, attempt.text)
                 except (CaptureError, InfeasiblePlanError, UnsupportedOpError) as error:
-                    _log.info("no plan for %s: %s", found.text, error)
+                    _log.info("no plan for %s: %s", attempt.text, error)
                     continue
-                self.units = [unit for unit in self.units if unit not in found.covered]
+                self.units = [unit for unit in self.units if unit not in attempt.covered]
                 return unit
         return self._add(planning, call)
 
@@ -314,9 +316,9 @@ class Runner:
         """Return a new plan, which takes the place of the one used least lately if there are too many."""
         begun_s = time.perf_counter()
         unit = self._planned(planning, lambda: planning.prepare(call.args, call.kwargs))
-        if (found := unit.misfit(call.leaves, call.spec)) is not None:
+        if (why_not := unit.misfit(call.leaves, call.spec)) is not None:
             raise PlanMismatchError(
-                f"{found.reason}, though it was made for this call: its arguments change as a container of theirs is "
+                f"{why_not.reason}, though it was made for this call: its arguments change as a container of theirs is "
                 "taken apart. Pass tensors in lists or dicts, or copies of them that are contiguous"
             )
         self._keep(unit, sizes, begun_s)

@@ -110,7 +110,7 @@ def model_of(
 
 def _skeleton(path: Path) -> tuple[nn.Module, bool]:
     """Return the model of a directory on the meta device, and whether its weights are there."""
-    library = next((found for found in model_libraries() if found.is_directory(path)), None)
+    library = next((known for known in model_libraries() if known.is_directory(path)), None)
     if library is None:
         raise CheckpointError(
             f"{str(path)[:1000]!r} holds no config.json, so it is no Hugging Face model directory"
@@ -230,8 +230,8 @@ def default_inputs(model: Any, *, batch: int, tokens: int) -> dict[str, Any]:
 def _checkpoint_dtype(dtypes: Collection[str]) -> str | None:
     """Return the floating dtype that most weights of a checkpoint have, or one that holds those that are packed."""
     floating = [d for d in dtypes if d in FLOATING]
-    found = max(set(floating), key=floating.count) if floating else None
+    commonest = max(set(floating), key=floating.count) if floating else None
     packed = [d for d in dtypes if is_read_packed(d)]
-    if found is not None and not all(is_lossless(d, found) for d in packed):
+    if commonest is not None and not all(is_lossless(d, commonest) for d in packed):
         return "float32"
-    return found
+    return commonest

@@ -150,7 +150,7 @@ def _units(stages: Sequence[_Stage], reserved_bytes: Sequence[int]) -> tuple[Uni
     for stage, left_bytes in zip(stages, reserved_bytes, strict=True):
         base = units[0].bundle.plan if units else None
         reserved = stage.reserved_bytes + left_bytes
-        units.append(replace(stage, reserved_bytes=reserved, pinned=base).unit())
+        units.append(replace(stage, reserved_bytes=reserved, arena_of=base).unit())
     for unit in units:
         unit.beside = tuple(units)
     return tuple(units)
@@ -159,7 +159,7 @@ def _units(stages: Sequence[_Stage], reserved_bytes: Sequence[int]) -> tuple[Uni
 def _shares(stages: Sequence[_Stage], taken_bytes: int) -> tuple[int, ...]:
     """Return what each plan leaves free for the others: their activations, and states it does not know."""
     workloads = [stage.workload() for stage in stages]
-    lives = [liveness(workload) for workload in workloads]
+    alive = [liveness(workload) for workload in workloads]
     states: dict[str, int] = {}
     for workload in workloads:
         states |= {t.name: t.size_bytes for t in workload.tensors if t.kind is TensorKind.STATE}
@@ -167,14 +167,14 @@ def _shares(stages: Sequence[_Stage], taken_bytes: int) -> tuple[int, ...]:
     # A job adds its own inputs.
     own_bytes = [
         live.peak_bytes + placed_bytes(workload, machine)
-        for live, workload in zip(lives, workloads, strict=True)
+        for live, workload in zip(alive, workloads, strict=True)
     ]
     needed_bytes = taken_bytes + sum(states.values()) + max(own_bytes)
     # The others find what is kept in the first one's arena: they, too, leave the room that its graphs take.
     room_bytes = graphs_room_bytes(workloads[0], machine, budget)
     return tuple(
         needed_bytes - live.state_bytes - own + (room_bytes if number else 0)
-        for number, (live, own) in enumerate(zip(lives, own_bytes, strict=True))
+        for number, (live, own) in enumerate(zip(alive, own_bytes, strict=True))
     )
 
 

@@ -39,13 +39,13 @@ def traced(
     """
     from gascompile.capture.export import capture
 
-    found = entry.captured() if entry is not None else None
-    if found is not None and job.history.admit(frozenset(found.known.inert), args, kwargs):
+    kept = entry.captured() if entry is not None else None
+    if kept is not None and job.history.admit(frozenset(kept.known.inert), args, kwargs):
         return Capture(
-            program=found.program,
-            constants=found.held,
+            program=kept.program,
+            constants=kept.held,
             canonical=canonical_names(job.model),
-            record=found.known,
+            record=kept.known,
         )
     with task(f"Capturing {type(job.model).__name__}"):
         shapes = named_shapes(job.model, args, job.dynamic_shapes)
@@ -77,8 +77,8 @@ def formed(
     heads = {n: s.interleaved_heads for n, s in sources.items() if s.interleaved_heads}
 
     def measured(exact: Program) -> Mapping[str, Sensitivity] | None:
-        found = job.resolve(exact, captured.canonical, captured.constants, checkpoint)
-        return calibrate(program, found, (args, kwargs), job.config, job.limit_bytes)
+        resolved = job.resolve(exact, captured.canonical, captured.constants, checkpoint)
+        return calibrate(program, resolved, (args, kwargs), job.config, job.limit_bytes)
 
     def predicted_s(candidate: Program) -> float:
         return job.place(candidate, {}).certificate.predicted_s

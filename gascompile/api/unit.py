@@ -139,11 +139,11 @@ class Unit:
 
     def misfit(self, leaves: list[Any], spec: pytree.TreeSpec) -> Misfit | None:
         """Return why a call does not fit the plan, or ``None`` when it does."""
-        found = self._call_misfit(leaves, spec)
-        changed = self.basis.changed() if found is None and self.basis is not None else None
+        why_not = self._call_misfit(leaves, spec)
+        changed = self.basis.changed() if why_not is None and self.basis is not None else None
         if changed is not None:
             return Misfit(f"{changed}, which is part of the plan", is_value=True)
-        return found
+        return why_not
 
     def _call_misfit(self, leaves: list[Any], spec: pytree.TreeSpec) -> Misfit | None:
         # Where tensors lie decides what is seen of writes to them; in calls that write to none nothing depends on it.
@@ -164,11 +164,11 @@ class Unit:
                 f"the call has the structure {spec}, the plan was made for {self.in_spec}; pass the same arguments"
             )
         inputs = self.bundle.program.inputs
-        found = misfit(self.bundle.plan, inputs, leaves)
-        if found is None:
+        why_not = misfit(self.bundle.plan, inputs, leaves)
+        if why_not is None:
             self._fit = key
             self._fits_as_is = not as_planned(inputs, leaves)[1]
-        return found
+        return why_not
 
     def given(self, leaves: list[Any]) -> tuple[list[Any], dict[int, torch.Tensor]]:
         """Return what a call that fits gives to the plan, see ``as_planned``."""

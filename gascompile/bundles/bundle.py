@@ -214,7 +214,7 @@ def _held_specs(files: BundleFiles, program: Program) -> Mapping[str, BoundSpec]
 
 def _read_kernels(raw: Mapping[str, bytes], folder: Path) -> dict[str, KernelFiles]:
     """Return the kernels among the files of a bundle; what they are called is what they are."""
-    found: dict[str, KernelFiles] = {}
+    kernels: dict[str, KernelFiles] = {}
     for digest in sorted({m.group(1) for m in map(KERNELS.fullmatch, raw) if m is not None}):
         code = raw.get(f"kernels-{digest}.so", b"")
         files = KernelFiles(record=raw.get(f"kernels-{digest}.json", b""), code=code)
@@ -222,8 +222,8 @@ def _read_kernels(raw: Mapping[str, bytes], folder: Path) -> dict[str, KernelFil
             raise FormatError(
                 f"the kernels {digest} of {folder} are damaged; save the bundle again"
             )
-        found[digest] = files
-    return found
+        kernels[digest] = files
+    return kernels
 
 
 def _umask() -> int:

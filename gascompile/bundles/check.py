@@ -112,15 +112,15 @@ def check_workload(planned: Workload, expected: Workload, *, measured: bool = Fa
 def _check_tensors(given: Sequence[TensorSpec], wanted: Sequence[TensorSpec]) -> None:
     known = {tensor.name: tensor for tensor in given}
     for tensor in wanted:
-        found = known.pop(tensor.name, None)
-        if found is None:
+        planned = known.pop(tensor.name, None)
+        if planned is None:
             _refuse(f"the plan lacks the tensor '{tensor.name}' of the program")
-        if found.size_bytes != tensor.size_bytes or found.kind != tensor.kind:
+        if planned.size_bytes != tensor.size_bytes or planned.kind != tensor.kind:
             _refuse(
-                f"'{tensor.name}' is a {tensor.kind} of {tensor.size_bytes} bytes in the program, a {found.kind} of "
-                f"{found.size_bytes} in the plan"
+                f"'{tensor.name}' is a {tensor.kind} of {tensor.size_bytes} bytes in the program, a {planned.kind} of "
+                f"{planned.size_bytes} in the plan"
             )
-        if found.forms != tensor.forms:
+        if planned.forms != tensor.forms:
             _refuse(f"'{tensor.name}' moves in another form in the program than in the plan")
     for name in known:
         _refuse(f"the plan has a tensor {name!a}, which the program has not")
@@ -182,9 +182,9 @@ def check_weights(
     for name, bound in program.bound.items():
         if name in held:
             tensor = held[name]
-            found = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-            if found != (bound.dtype, bound.shape):
-                raise _other(name, found, bound.dtype, bound.shape)
+            held_as = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            if held_as != (bound.dtype, bound.shape):
+                raise _other(name, held_as, bound.dtype, bound.shape)
             continue
         source = sources.get(name)
         if source is None:
@@ -216,10 +216,10 @@ def check_weights(
 
 
 def _other(
-    name: str, found: tuple[str, tuple[int, ...]], dtype: str, shape: tuple[int, ...]
+    name: str, held_as: tuple[str, tuple[int, ...]], dtype: str, shape: tuple[int, ...]
 ) -> CheckpointError:
     return CheckpointError(
-        f"'{name}' is {found[0]} of the shape {list(found[1])[:8]} in the bundle, its program needs {dtype} of "
+        f"'{name}' is {held_as[0]} of the shape {list(held_as[1])[:8]} in the bundle, its program needs {dtype} of "
         f"{list(shape)[:8]}; save it again"
     )
 

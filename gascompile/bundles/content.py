@@ -34,10 +34,10 @@ def content_of(path: str, cache_dir: Path) -> str:
     size_bytes = int(before[3])
     with task(f"Comparing {Path(path).name}", size_bytes) as advance:
         stamp = FileStamp(path=path, size_bytes=size_bytes, mtime_ns=int(before[4]))
-        found = content_stamp(stamp, advance).digest
+        content = content_stamp(stamp, advance).digest
     if _identity(path) == before:
-        serial.write_atomic(note, serial.dumps({"identity": before, "digest": found}))
-    return found
+        serial.write_atomic(note, serial.dumps({"identity": before, "digest": content}))
+    return content
 
 
 def require_same_files(paths: Sequence[str], compare: Compare, cache_dir: Path) -> None:

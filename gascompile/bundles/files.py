@@ -129,10 +129,10 @@ def read_bundle_files(folder: Path) -> BundleFiles:
 
 
 def _texts(manifest: Mapping[str, Any], field: str, folder: Path) -> dict[str, str]:
-    found = manifest.get(field)
-    if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
+    texts = manifest.get(field)
+    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
         raise FormatError(f"{folder / 'manifest.json'} has no {field!r}; save the bundle again")
-    return found
+    return texts
 
 
 def _read(folder: Path, name: str, listed: Mapping[str, str], max_bytes: int) -> bytes:

@@ -75,8 +75,12 @@ def write(folder: Path, bundle: Bundle, *, damaged: bool) -> None:
 
 def entries(cache_dir: Path) -> list[CacheEntry]:
     """Return all cached plans, newest first; one that another process removes meanwhile is left out."""
-    found = [_entry(folder) for folder in plans_dir(cache_dir).glob("[0-9a-f]*") if folder.is_dir()]
-    return sorted((entry for entry in found if entry is not None), key=lambda entry: entry.age_s)
+    all_entries = [
+        _entry(folder) for folder in plans_dir(cache_dir).glob("[0-9a-f]*") if folder.is_dir()
+    ]
+    return sorted(
+        (entry for entry in all_entries if entry is not None), key=lambda entry: entry.age_s
+    )
 
 
 def _entry(folder: Path) -> CacheEntry | None:

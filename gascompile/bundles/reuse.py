@@ -70,8 +70,8 @@ class CachedPlan:
     traced: str = ""
     """The digest of what a capture is made of, whatever is planned of it; empty where none is kept."""
     known: Dependencies | None = None
-    found: bool = False
-    _found: tuple[CaptureRecord, Dependencies, str | None] | None = None
+    is_there: bool = False
+    _dependencies: tuple[CaptureRecord, Dependencies, str | None] | None = None
     _seen: Basis | None = None
     """What a kept capture rests on, as it was when that was read."""
 
@@ -92,7 +92,7 @@ class CachedPlan:
         if cached is None:
             self._say_what_is_new()
             return None
-        self.found, self.known = True, read_known(self.folder)
+        self.is_there, self.known = True, read_known(self.folder)
         broken = self.known.broken() if self.known else "what it depends on is not known"
         reason = broken or outdated(cached)
         if reason:
@@ -133,16 +133,16 @@ class CachedPlan:
         """Return the capture that is kept of what is planned, where it holds, and note what it depends on."""
         if not self.traced or self.printed.opaque:
             return None
-        found = read_capture(self._trace)
-        if found is None:
+        kept = read_capture(self._trace)
+        if kept is None:
             return None
-        if broken := found.known.broken():
+        if broken := kept.known.broken():
             _log.info("the kept capture %s is made again: %s", self._trace, broken)
             return None
         _log.info("%s is not captured again, but planned", type(self.model).__name__)
-        self.known = found.known
+        self.known = kept.known
         self._seen = self.basis()
-        return found
+        return kept
 
     def keep_capture(
         self,
@@ -163,12 +163,12 @@ class CachedPlan:
 
     def _kept(self, record: CaptureRecord) -> tuple[Dependencies, str | None]:
         """Return what a capture depends on, and why it may not be used again."""
-        if self._found is None or self._found[0] is not record:
+        if self._dependencies is None or self._dependencies[0] is not record:
             known, why = record.kept(self.printed.reached)
             if self.printed.opaque:
                 why = f"{self.printed.opaque[0]}, which cannot be compared"
-            self._found = record, known, why
-        return self._found[1:]
+            self._dependencies = record, known, why
+        return self._dependencies[1:]
 
     def keep(
         self,
@@ -204,7 +204,7 @@ class CachedPlan:
         return Basis(record.watches, known)
 
     def _write(self, bundle: Bundle, known: Dependencies) -> None:
-        _write(self.folder, bundle, known, damaged=self.found)
+        _write(self.folder, bundle, known, damaged=self.is_there)
         prints = {"": type(self.model).__name__, **self.prints}
         with contextlib.suppress(StorageError, OSError):
             serial.write_atomic(self.folder / _PRINTS, serial.dumps(prints))

@@ -81,10 +81,10 @@ def _register(leaf: Any) -> None:
             return [getattr(value, name) for name in names], names
 
         def unflatten(values: Any, names: tuple[str, ...]) -> Any:
-            found = object.__new__(kind)
+            batch = object.__new__(kind)
             for name, value in zip(names, values, strict=True):
-                object.__setattr__(found, name, value)
-            return found
+                object.__setattr__(batch, name, value)
+            return batch
 
         pytree.register_pytree_node(kind, flatten, unflatten)
     elif isinstance(leaf, UserDict):

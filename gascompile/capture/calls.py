@@ -152,8 +152,8 @@ def _quickly_flat(kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec] |
         if kind in _LEAVES:
             leaves.append(value)
         elif kind in _flat:
-            found, told = _flat[kind](value)
-            leaves += found
+            inner, told = _flat[kind](value)
+            leaves += inner
             key.append((kind, told))
         else:
             return None
@@ -168,12 +168,12 @@ def _quickly_flat(kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec] |
 def copies(leaves: Iterable[Any]) -> list[Any]:
     """Return the leaves of a call with tensors copied: laid out, and sharing memory with each other, as they are."""
     detached: dict[int, torch.Tensor] = {}
-    found = [
+    plain = [
         detached.setdefault(id(leaf), leaf.detach()) if isinstance(leaf, torch.Tensor) else leaf
         for leaf in leaves
     ]
     memo: dict[int, Any] = {}
-    return [copy.deepcopy(leaf, memo) if isinstance(leaf, torch.Tensor) else leaf for leaf in found]
+    return [copy.deepcopy(leaf, memo) if isinstance(leaf, torch.Tensor) else leaf for leaf in plain]
 
 
 @dataclass(frozen=True, slots=True)

@@ -344,11 +344,11 @@ def _strides(
     if leaf.is_contiguous():
         return None
     names = {dim.name for dim in shape if isinstance(dim, Dim)}
-    found: list[int | Stride] = []
+    strides: list[int | Stride] = []
     steps: tuple[Any, ...] = value.stride()
     for step in steps:
         if not isinstance(step, torch.SymInt):
-            found.append(step)
+            strides.append(step)
             continue
         factor, powers = step.node.expr.as_coeff_Mul()
         factors = {str(base): power for base, power in powers.as_powers_dict().items()}
@@ -358,8 +358,8 @@ def _strides(
                 "determine; pass it contiguous, as in x.contiguous()"
             )
         dims = tuple(name for name, power in sorted(factors.items()) for _ in range(int(power)))
-        found.append(Stride(factor=int(factor), dims=dims))
-    return tuple(found)
+        strides.append(Stride(factor=int(factor), dims=dims))
+    return tuple(strides)
 
 
 def _path_label(path: tuple[Any, ...]) -> str:

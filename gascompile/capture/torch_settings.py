@@ -37,10 +37,10 @@ def torch_settings() -> list[tuple[str, str]]:
 def modes_now() -> list[str]:
     """Return what of the user's is active that sees every op of a trace and its backward pass, in words."""
     modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-    found = [f"the mode {type(mode).__name__} is active" for mode in modes]
+    active = [f"the mode {type(mode).__name__} is active" for mode in modes]
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-        found.append("hooks on saved tensors are active")
-    return found
+        active.append("hooks on saved tensors are active")
+    return active
 
 
 def call_settings() -> tuple[torch.dtype, torch.dtype | None, torch.dtype | None]:

@@ -98,14 +98,14 @@ def with_sharing(
     memory = same_memory(leaves)
     bases = {memory[n][0] for n, spec in enumerate(inputs) if spec.name in written}
     first_of = same_tensors(leaves)
-    found = []
+    specs = []
     for number, spec in enumerate(inputs):
         base, offset_bytes = memory[number]
         first = first_of[number]
         shares = base in bases and any(
             other == base and first_of[n] != first for n, (other, _) in enumerate(memory)
         )
-        found.append(
+        specs.append(
             replace(
                 spec,
                 written=spec.name in written,
@@ -114,7 +114,7 @@ def with_sharing(
                 offset_bytes=offset_bytes if shares else 0,
             )
         )
-    return tuple(found)
+    return tuple(specs)
 
 
 def overlaps(leaves: list[Any]) -> bool:

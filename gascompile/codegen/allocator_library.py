@@ -29,10 +29,10 @@ _LOADED: list[tuple[Pages, Counter] | None] = []
 
 def page_memory(cache_dir: Path, budget_bytes: int) -> Pages | None:
     """Return the process's page memory, or ``None`` where it cannot be had; the log says why."""
-    found = _library(cache_dir)
-    if found is None:
+    library = _library(cache_dir)
+    if library is None:
         return None
-    pages, _ = found
+    pages, _ = library
     if not pages.install(budget_bytes):
         _log.warning("this kernel cannot move pages (mremap): steps run on the heap, and slower")
         return None
@@ -41,10 +41,10 @@ def page_memory(cache_dir: Path, budget_bytes: int) -> Pages | None:
 
 def allocation_counter(cache_dir: Path) -> Counter | None:
     """Return what counts the memory of runs, or ``None`` where it cannot be had; the log says why."""
-    found = _library(cache_dir)
-    if found is None:
+    library = _library(cache_dir)
+    if library is None:
         return None
-    _, counter = found
+    _, counter = library
     if not counter.install():
         _log.warning(
             "another library is torch's CPU allocator: runs report planned memory, not what they took"

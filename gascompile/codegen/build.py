@@ -58,8 +58,8 @@ def built_for() -> dict[str, str]:
 def processor_features() -> str:
     """Return a digest of the processor's instruction sets; a compiler may use any of them."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    found = next((x for x in lines if x.lower().startswith(("flags", "features"))), "")
-    features = " ".join(sorted(found.partition(":")[2].split()))
+    line = next((x for x in lines if x.lower().startswith(("flags", "features"))), "")
+    features = " ".join(sorted(line.partition(":")[2].split()))
     return hashlib.blake2b(features.encode(), digest_size=8).hexdigest()
 
 

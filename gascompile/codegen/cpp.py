@@ -78,9 +78,9 @@ def generate(
 
 def known_layout(node: fx.Node) -> Layout:
     """Return the layout of a tensor that a segment reads or makes."""
-    found = layout(node)
-    assert found is not None, "segments reads and makes plain tensors"
-    return found
+    of_node = layout(node)
+    assert of_node is not None, "segments reads and makes plain tensors"
+    return of_node
 
 
 @deferring

@@ -154,25 +154,25 @@ def jit_function(source: TritonSource) -> Any:
 
 
 def _image(compiled: Any, source: TritonSource, target: GpuTarget) -> Image:
-    found = compiled.metadata
-    if found.name != source.symbol:
-        raise KernelBuildError(f"Triton calls the kernel '{source.symbol}' '{found.name}'")
+    launch = compiled.metadata
+    if launch.name != source.symbol:
+        raise KernelBuildError(f"Triton calls the kernel '{source.symbol}' '{launch.name}'")
     for name in ("global_scratch_size", "profile_scratch_size"):
-        if getattr(found, name, 0):
+        if getattr(launch, name, 0):
             raise KernelBuildError(
                 f"the kernel '{source.symbol}' wants memory of its own, which no launch gives it"
             )
     most = _MAX_SHARED_BYTES.get((target.major, target.minor), _LEAST_SHARED_BYTES)
-    if found.shared > most:
+    if launch.shared > most:
         raise KernelBuildError(
-            f"the kernel '{source.symbol}' takes {found.shared} bytes of shared memory, a block has {most}"
+            f"the kernel '{source.symbol}' takes {launch.shared} bytes of shared memory, a block has {most}"
         )
-    if getattr(found, "num_ctas", 1) != 1:
+    if getattr(launch, "num_ctas", 1) != 1:
         raise KernelBuildError(f"the kernel '{source.symbol}' is launched in clusters of blocks")
     return Image(
         cubin=compiled.asm["cubin"],
-        threads=int(found.num_warps) * target.warp_size,
-        shared_bytes=int(found.shared),
+        threads=int(launch.num_warps) * target.warp_size,
+        shared_bytes=int(launch.shared),
         num_parameters=_num_parameters(compiled.asm["ptx"], source),
     )
 

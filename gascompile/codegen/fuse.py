@@ -65,13 +65,13 @@ def fuse(
     if backend is None:
         return _unfused(bundle, reason)
     call_s = backend.call_s
-    found = _worthwhile(graph_module, plan, call_s, exact=exact)
-    if not found:
+    segments = _worthwhile(graph_module, plan, call_s, exact=exact)
+    if not segments:
         return _unfused(bundle, "no consecutive ops gain from being one kernel")
-    libraries = _kept_libraries({s.key for s in found}, backend.built_for(), cache_dir)
+    libraries = _kept_libraries({s.key for s in segments}, backend.built_for(), cache_dir)
     known = _kernels(libraries)
-    missing = {s.key: s for s in found if s.key not in known}
-    gain_s = _gain_s(found, graph_module, plan, call_s)
+    missing = {s.key: s for s in segments if s.key not in known}
+    gain_s = _gain_s(segments, graph_module, plan, call_s)
     cost_s = backend.compile_base_s + backend.compile_each_s * len(missing)
     made: KernelFiles | None = None
     start_s = time.perf_counter()
@@ -91,7 +91,7 @@ def fuse(
     if made is not None:
         libraries[made.digest] = made
     kernels = _kernels(libraries)
-    kept = tuple(s for s in found if s.key in kernels and _fits(kernels[s.key][1], s))
+    kept = tuple(s for s in segments if s.key in kernels and _fits(kernels[s.key][1], s))
     if not kept:
         reason = reason or "no kernel fits into the memory of its ops"
         return _unfused(bundle, reason, lacks_compiler=lacks_compiler)
@@ -127,9 +127,9 @@ def fused_unit(unit: Unit, config: CompileConfig) -> Unit:
 def with_kernels(unit: Unit, config: CompileConfig, compile_s: float = 0.0) -> Unit:
     """Load the compiled kernels that a plan runs with."""
     if unit.bundle.program.forms:
-        from gascompile.codegen.packed_kernels import use_wire_kernels
+        from gascompile.codegen.packed_kernels import use_packed_kernels
 
-        use_wire_kernels(unit.bundle.program.forms, config.cache_dir, make=True)
+        use_packed_kernels(unit.bundle.program.forms, config.cache_dir, make=True)
     if unit.bundle.fusion is not None:
         unit.fusion = load_kernels(unit.bundle, cache_dir=config.cache_dir, compile_s=compile_s)
     return unit
@@ -193,12 +193,12 @@ def _size_bytes(node: fx.Node) -> int:
 
 
 def _gain_s(
-    found: Sequence[Segment], graph_module: fx.GraphModule, plan: Plan, call_s: float
+    segments: Sequence[Segment], graph_module: fx.GraphModule, plan: Plan, call_s: float
 ) -> float:
-    """Return by how much an iteration is shorter with ``found`` fused, transfers and waits included."""
+    """Return by how much an iteration is shorter with ``segments`` fused, transfers and waits included."""
     nodes = {node.name: node for node in graph_module.graph.nodes}
     times_s: dict[str, float] = {}
-    for segment in found:
+    for segment in segments:
         times_s.update(dict.fromkeys(segment.ops, 0.0))
         times_s[segment.ops[-1]] = call_s + _segment_s(segment, nodes, plan)
     ops = tuple(replace(op, time_s=times_s.get(op.name, op.time_s)) for op in plan.ops)
@@ -262,8 +262,8 @@ def _kept_libraries(
 ) -> dict[str, KernelFiles]:
     """Return, by their digest, the undamaged libraries of the store that hold kernels of ``keys``."""
     digests = set(kernel_store.find(keys, target, cache_dir).values())
-    found = {digest: kernel_store.read(digest, cache_dir) for digest in sorted(digests)}
-    return {digest: files for digest, files in found.items() if files is not None}
+    files_of = {digest: kernel_store.read(digest, cache_dir) for digest in sorted(digests)}
+    return {digest: files for digest, files in files_of.items() if files is not None}
 
 
 def _kernels(libraries: Mapping[str, KernelFiles]) -> dict[str, tuple[str, Kernel]]:
@@ -330,12 +330,12 @@ def load_kernels(
             f"the bundle lacks the kernel of the fused ops '{missing[0].ops[0]}' to '{missing[0].ops[-1]}'; "
             "save it again"
         )
-    found = tuple(
+    segments = tuple(
         FusedSegment(segment=s, kernel=kernels[s.key][1], library=loaded[kernels[s.key][0]])
         for s in fusion.segments
         if _fits(kernels[s.key][1], s)
     )
-    return LoadedFusion(segments=found, report=_report(bundle, found, compile_s, ""))
+    return LoadedFusion(segments=segments, report=_report(bundle, segments, compile_s, ""))
 
 
 def _refusal(bundle: Bundle, cache_dir: Path, *, trust: bool) -> str:
@@ -358,14 +358,14 @@ def _refusal(bundle: Bundle, cache_dir: Path, *, trust: bool) -> str:
 
 
 def _report(
-    bundle: Bundle, found: Sequence[FusedSegment], compile_s: float, reason: str
+    bundle: Bundle, segments: Sequence[FusedSegment], compile_s: float, reason: str
 ) -> FusedReport:
     return FusedReport(
-        num_segments=len(found),
-        num_ops=sum(len(f.segment.ops) for f in found),
+        num_segments=len(segments),
+        num_ops=sum(len(f.segment.ops) for f in segments),
         num_all_ops=len(bundle.plan.ops),
-        num_kernels=len({f.segment.key for f in found}),
-        gain_s=bundle.fusion.gain_s if bundle.fusion is not None and found else 0.0,
+        num_kernels=len({f.segment.key for f in segments}),
+        gain_s=bundle.fusion.gain_s if bundle.fusion is not None and segments else 0.0,
         compile_s=compile_s,
         reason=reason,
     )

@@ -47,15 +47,15 @@ def keep(files: KernelFiles, cache_dir: Path) -> None:
 
 def find(keys: Iterable[str], built_for: Mapping[str, str], cache_dir: Path) -> dict[str, str]:
     """Return the digest of a library that holds the kernel of a key, for those that there are."""
-    found = {}
+    digest_of = {}
     for key in keys:
         try:
             text = read_own(folder_of(cache_dir) / "keys" / _name(key, built_for)).decode("ascii")
         except (OSError, StorageError, UnicodeDecodeError):
             continue
         if _DIGEST.fullmatch(text) and is_trusted(text, cache_dir):
-            found[key] = text
-    return found
+            digest_of[key] = text
+    return digest_of
 
 
 def is_trusted(digest: str, cache_dir: Path) -> bool:

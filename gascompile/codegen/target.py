@@ -38,14 +38,14 @@ def target_here() -> GpuTarget | None:
     """Return this machine's current GPU; ``None`` where there is none."""
     if not torch.cuda.is_available() or torch.version.cuda is None:
         return None
-    found: Any = torch.cuda.get_device_properties()
+    properties: Any = torch.cuda.get_device_properties()
     return GpuTarget(
-        major=found.major,
-        minor=found.minor,
-        multi_processor_count=found.multi_processor_count,
-        regs_per_multiprocessor=found.regs_per_multiprocessor,
-        max_threads_per_multi_processor=found.max_threads_per_multi_processor,
-        warp_size=found.warp_size,
+        major=properties.major,
+        minor=properties.minor,
+        multi_processor_count=properties.multi_processor_count,
+        regs_per_multiprocessor=properties.regs_per_multiprocessor,
+        max_threads_per_multi_processor=properties.max_threads_per_multi_processor,
+        warp_size=properties.warp_size,
     )
 
 

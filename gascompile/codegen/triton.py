@@ -122,23 +122,23 @@ def _known_options() -> dict[str, object]:
     """Return the options that this version of Inductor has."""
     from torch._inductor import config
 
-    found: dict[str, object] = {}
+    options: dict[str, object] = {}
     for name, value in _OPTIONS.items():
         *outer, last = name.split(".")
         if hasattr(getattr(config, outer[0]) if outer else config, last):
-            found[name] = value
-    return found
+            options[name] = value
+    return options
 
 
 def _aligned_inputs(kernel: Kernel, sources: Mapping[str, TritonSource]) -> tuple[int, ...]:
-    found = set()
+    places = set()
     for launch in kernel.launches:
         source = sources[launch.symbol]
         pointers = [name for name, of in source.signature.items() if of != "constexpr"]
         for name, pointer in zip(pointers, launch.arguments, strict=True):
             if name in source.aligned and pointer.place < len(kernel.inputs):
-                found.add(pointer.place)
-    return tuple(sorted(found))
+                places.add(pointer.place)
+    return tuple(sorted(places))
 
 
 # ------------------------------------------------------------ what Inductor wrote
@@ -182,8 +182,8 @@ def _function(module: ast.expr) -> _Function:
         types=types,
         aligned=tuple(
             names[place]
-            for (place,), found in attributes.items()
-            if types[names[place]].startswith("*") and ["tt.divisibility", 16] in found
+            for (place,), of_place in attributes.items()
+            if types[names[place]].startswith("*") and ["tt.divisibility", 16] in of_place
         ),
         constants=given,
         num_warps=chosen.num_warps,
@@ -204,10 +204,10 @@ def _heuristics(decorator: ast.expr) -> tuple[dict[str, Any], Any]:
     expression = ast.fix_missing_locations(ast.Expression(body=decorator))
     # Inductor wrote it just now, from the ops of the segment.
     settings = eval(compile(expression, "<generated>", "eval"), names)  # noqa: S307
-    found: list[Any] = []
+    configurations: list[Any] = []
 
     def note(size_hints: object, configs: Sequence[Any], *_: object, **__: object) -> None:
-        found.extend(configs)
+        configurations.extend(configs)
 
     before: Any = triton_heuristics.cached_autotune
     vars(triton_heuristics)["cached_autotune"] = note
@@ -215,9 +215,9 @@ def _heuristics(decorator: ast.expr) -> tuple[dict[str, Any], Any]:
         getattr(triton_heuristics, kind)(**settings)
     finally:
         vars(triton_heuristics)["cached_autotune"] = before
-    if not found:
+    if not configurations:
         raise UnsupportedOpError(f"Inductor has no configuration for its kernel, a {kind}")
-    return settings, found[0]
+    return settings, configurations[0]
 
 
 def _grid(
@@ -297,7 +297,7 @@ class _Torch:
         def set_device(_index: int) -> None: ...
 
     def __getattr__(self, name: str) -> torch.dtype:
-        found: object = getattr(torch, name)
-        if not isinstance(found, torch.dtype):
+        dtype: object = getattr(torch, name)
+        if not isinstance(dtype, torch.dtype):
             raise UnsupportedOpError(f"it calls torch.{name}")
-        return found
+        return dtype

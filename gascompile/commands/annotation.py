@@ -46,18 +46,20 @@ def annotate(
         target = opt.machine_of(machine, folder, source)
         with opt.usage_errors():
             config = CompileConfig(cache_dir=folder, sites=sites)
-        found = _annotated(source, target, (batch, tokens), config)
+        annotated = _annotated(source, target, (batch, tokens), config)
         if output is not None:
-            serial.write_atomic(output, serial.dumps(found.workload))
-    totals = totals_by_kind(found.workload.ops, found.kinds, target.compute_tier)
-    data = workload_summary(found.workload, totals, found.unknown_ops, target.name)
+            serial.write_atomic(output, serial.dumps(annotated.workload))
+    totals = totals_by_kind(annotated.workload.ops, annotated.kinds, target.compute_tier)
+    data = workload_summary(annotated.workload, totals, annotated.unknown_ops, target.name)
     data["workload_file"] = str(output) if output is not None else None
-    unknown = [f"no cost formula for {name}: only its bytes count" for name in found.unknown_ops]
+    unknown = [
+        f"no cost formula for {name}: only its bytes count" for name in annotated.unknown_ops
+    ]
     written = [note(f"The workload is in {output}.")] if output is not None else []
     emit(
         json,
         data,
-        *workload_parts(found.workload, totals, target.name),
+        *workload_parts(annotated.workload, totals, target.name),
         *warnings_block(unknown),
         *written,
     )
@@ -74,6 +76,6 @@ def _annotated(
         return _Annotated(workload=workload, kinds=kinds, unknown_ops=())
     from gascompile.api.model_planning import annotated_source
 
-    _, program, found = annotated_source(source, machine, config, shape=shape)
+    _, program, annotation = annotated_source(source, machine, config, shape=shape)
     kinds = [str(node.target) for node in program.op_nodes()]
-    return _Annotated(workload=found.workload, kinds=kinds, unknown_ops=found.unknown_ops)
+    return _Annotated(workload=annotation.workload, kinds=kinds, unknown_ops=annotation.unknown_ops)

@@ -63,14 +63,14 @@ def list_items(cache_dir: opt.CacheDir = None, json: opt.JsonFlag = False) -> No
     from gascompile.api.cache_upkeep import items
 
     folder = opt.cache_dir_of(cache_dir)
-    found = items(folder)
-    total_bytes = sum(item.size_bytes for item in found)
+    cached = items(folder)
+    total_bytes = sum(item.size_bytes for item in cached)
     data = {
         "cache_dir": str(folder),
         "total_bytes": total_bytes,
-        "items": [_item_json(item) for item in found],
+        "items": [_item_json(item) for item in cached],
     }
-    emit(json, data, *([_table(str(folder), found)] if found else []), note(_sum(found)))
+    emit(json, data, *([_table(str(folder), cached)] if cached else []), note(_sum(cached)))
 
 
 @cache.command("rm")
@@ -135,12 +135,12 @@ def _removed_json(removed: Sequence[CacheItem]) -> dict[str, Any]:
     }
 
 
-def _sum(found: Sequence[CacheItem]) -> str:
-    size = format_size(sum(item.size_bytes for item in found))
-    return f"{len(found)} entr{'y' if len(found) == 1 else 'ies'}, {size}"
+def _sum(cached: Sequence[CacheItem]) -> str:
+    size = format_size(sum(item.size_bytes for item in cached))
+    return f"{len(cached)} entr{'y' if len(cached) == 1 else 'ies'}, {size}"
 
 
-def _table(title: str, found: Sequence[CacheItem]) -> Any:
+def _table(title: str, cached: Sequence[CacheItem]) -> Any:
     columns = [
         ("key", False),
         ("what", False),
@@ -158,7 +158,7 @@ def _table(title: str, found: Sequence[CacheItem]) -> Any:
             _age(item),
             _state(item),
         )
-        for item in found
+        for item in cached
     ]
     return grid(title, columns, rows)
 

@@ -99,8 +99,8 @@ def _parts(placement: OtherPlacement, theirs: Taken, made: Plan) -> list[Rendera
         (placement.origin, f"{took}, {format_size(theirs.required_bytes)} of {tier}{over}"),
         ("this plan", f"{format_time(ours_s)}, {format_size(ours_bytes)} of {tier}"),
     ]
-    found: list[RenderableType] = [fields(f"Per iteration of {made.workload.name}", rows)]
+    table: list[RenderableType] = [fields(f"Per iteration of {made.workload.name}", rows)]
     left: list[Text] = [
         note(f"not modelled: {n}: {why}") for n, why in placement.not_modelled.items()
     ]
-    return [*found, *left]
+    return [*table, *left]

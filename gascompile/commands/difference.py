@@ -40,42 +40,44 @@ def diff_verb(a: Before, b: After, json: opt.JsonFlag = False) -> None:
     plans = [read_plan(a), read_plan(b)]
     for made in plans:
         verify(made)
-    found = diff(*plans)
-    data = {"identical": found.identical, **_fields(found)}
-    emit(json, data, *_parts(found))
+    difference = diff(*plans)
+    data = {"identical": difference.identical, **_fields(difference)}
+    emit(json, data, *_parts(difference))
 
 
-def _fields(found: PlanDiff) -> dict[str, serial.JsonValue]:
-    data = serial.to_json(found)
+def _fields(difference: PlanDiff) -> dict[str, serial.JsonValue]:
+    data = serial.to_json(difference)
     assert isinstance(data, dict)
     return data
 
 
-def _parts(found: PlanDiff) -> list[RenderableType]:
-    if found.identical:
+def _parts(difference: PlanDiff) -> list[RenderableType]:
+    if difference.identical:
         return [note("The plans do the same.")]
-    parts: list[RenderableType] = [note(f"A: {found.before}\nB: {found.after}\n{_verdict(found)}")]
-    if not found.same_workload:
+    parts: list[RenderableType] = [
+        note(f"A: {difference.before}\nB: {difference.after}\n{_verdict(difference)}")
+    ]
+    if not difference.same_workload:
         parts.append(
             note(
                 "The workloads differ; tensors and ops are compared by name as far as both have them.",
                 style="yellow",
             )
         )
-    rows = [(c.name, _value(c, c.before), _value(c, c.after), _step(c)) for c in found.summary]
+    rows = [(c.name, _value(c, c.before), _value(c, c.after), _step(c)) for c in difference.summary]
     columns = [("", False), ("A", False), ("B", False), ("change", True)]
     parts += _table("What differs", columns, rows)
     parts += _table(
         "Homes",
         [("tensor", False), ("size", True), ("A", False), ("B", False)],
-        [(h.tensor, format_size(h.size_bytes), h.before, h.after) for h in found.homes],
+        [(h.tensor, format_size(h.size_bytes), h.before, h.after) for h in difference.homes],
     )
     parts += _table(
         "Moves per iteration",
         [("tensor", False), ("size", True), ("A", False), ("B", False)],
         [
             (m.tensor, format_size(m.size_bytes), _moves(m.before), _moves(m.after))
-            for m in found.moves
+            for m in difference.moves
         ],
     )
     parts += _table(
@@ -87,21 +89,21 @@ def _parts(found: PlanDiff) -> list[RenderableType]:
                 f"{s.before}, {format_time(s.before_s)}",
                 f"{s.after}, {format_time(s.after_s)}",
             )
-            for s in found.sites
+            for s in difference.sites
         ],
     )
-    for name, names in (("A", found.only_before), ("B", found.only_after)):
+    for name, names in (("A", difference.only_before), ("B", difference.only_after)):
         if names:
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             parts.append(note(f"Only in {name}: {', '.join(names[:_SHOWN])}{more}"))
     return parts
 
 
-def _verdict(found: PlanDiff) -> str:
-    if not found.change_s:
+def _verdict(difference: PlanDiff) -> str:
+    if not difference.change_s:
         return "Both take the same time."
-    word = "slower" if found.change_s > 0 else "faster"
-    return f"B is {format_time(abs(found.change_s))} per iteration {word}."
+    word = "slower" if difference.change_s > 0 else "faster"
+    return f"B is {format_time(abs(difference.change_s))} per iteration {word}."
 
 
 def _table(

@@ -146,7 +146,7 @@ def _with_weights(source: Source) -> Any:
         return model
     if is_onnx(source.checkpoint):
         sources = open_checkpoint(source.checkpoint).sources
-        values = {name: stored_value(found) for name, found in sources.items()}
+        values = {name: stored_value(weight) for name, weight in sources.items()}
         model.load_state_dict(values, strict=False, assign=True)
         return model
     dtype = next(model.parameters()).dtype

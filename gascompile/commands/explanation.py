@@ -88,43 +88,50 @@ def explain_verb(
         options = "--budget, --cpu, --nvme, --place, --machine and --strategy"
         made, _ = plan_to_look_at(asked, options)
         with opt.usage_errors():
-            found = explain(made, name)
-    kind = "tensor" if isinstance(found, TensorExplanation) else "op"
-    parts = _tensor_parts(found, made) if isinstance(found, TensorExplanation) else _op_parts(found)
+            explained = explain(made, name)
+    kind = "tensor" if isinstance(explained, TensorExplanation) else "op"
+    parts = (
+        _tensor_parts(explained, made)
+        if isinstance(explained, TensorExplanation)
+        else _op_parts(explained)
+    )
     energy = plan_energy(made)
-    data: dict[str, serial.JsonValue] = {"model": made.workload.name, kind: serial.to_json(found)}
+    data: dict[str, serial.JsonValue] = {
+        "model": made.workload.name,
+        kind: serial.to_json(explained),
+    }
     if energy is not None:
         data["energy"] = serial.to_json(energy)
         parts.append(fields("The whole plan", energy_rows(energy)))
     emit(json, data, *parts)
 
 
-def _tensor_parts(found: TensorExplanation, plan: Plan) -> list[RenderableType]:
+def _tensor_parts(tensor: TensorExplanation, plan: Plan) -> list[RenderableType]:
     rows = [
-        ("kind", found.kind.value),
-        ("size", format_size(found.size_bytes)),
-        *_form_rows(found.name, plan),
-        ("home", found.home),
-        ("why", found.reason),
-        ("read by", _some(found.uses)),
+        ("kind", tensor.kind.value),
+        ("size", format_size(tensor.size_bytes)),
+        *_form_rows(tensor.name, plan),
+        ("home", tensor.home),
+        ("why", tensor.reason),
+        ("read by", _some(tensor.uses)),
     ]
-    if found.writers:
-        rows.append(("written by", _some(found.writers)))
-    for transfer in found.transfers:
+    if tensor.writers:
+        rows.append(("written by", _some(tensor.writers)))
+    for transfer in tensor.transfers:
         rows += _transfer_rows(transfer, plan)
-    if found.releases:
-        rows.append(("released before", _some(tuple(_before(plan, op) for op in found.releases))))
+    if tensor.releases:
+        rows.append(("released before", _some(tuple(_before(plan, op) for op in tensor.releases))))
     rows.append(
-        ("stall", f"{format_time(found.stall_s)} of {format_time(found.plan_s)} per iteration")
+        ("stall", f"{format_time(tensor.stall_s)} of {format_time(tensor.plan_s)} per iteration")
     )
-    rows += [("why late", f"{format_time(s.time_s)}: {why_late(s)}") for s in found.stalls]
-    parts: list[RenderableType] = [fields(found.name, rows)]
-    if found.alternative is not None:
-        parts.append(_alternatives(found, found.alternative))
-    if found.choices:
+    rows += [("why late", f"{format_time(s.time_s)}: {why_late(s)}") for s in tensor.stalls]
+    parts: list[RenderableType] = [fields(tensor.name, rows)]
+    if tensor.alternative is not None:
+        parts.append(_alternatives(tensor, tensor.alternative))
+    if tensor.choices:
         lines = [
             (_choice(other), _signed_size(other.peak_change_bytes), *_times(other))
-            for other in found.choices
+            for other in tensor.choices
         ]
         columns = [("instead", False), ("peak", True), *_TIME_COLUMNS]
         parts.append(grid("Alternatives, all else as planned", columns, lines))
@@ -178,10 +185,10 @@ def _signed_size(size_bytes: int) -> str:
     return f"{'+' if size_bytes > 0 else '-' if size_bytes else ''}{format_size(abs(size_bytes))}"
 
 
-def _alternatives(found: TensorExplanation, alternative: Alternative) -> RenderableType:
+def _alternatives(tensor: TensorExplanation, alternative: Alternative) -> RenderableType:
     lines = [(f"this one in {alternative.home}", *_price(alternative))]
-    if found.peer is not None:
-        peer = found.peer
+    if tensor.peer is not None:
+        peer = tensor.peer
         lines.append((f"{peer.name} streamed", *_price(peer.streamed)))
         if peer.exchange is not None:
             lines.append((f"this one resident, {peer.name} streamed", *_price(peer.exchange)))
@@ -218,33 +225,30 @@ def _some(names: tuple[str, ...]) -> str:
     return f"{shown} and {len(names) - 4} more" if len(names) > 4 else shown
 
 
-def _op_parts(found: OpExplanation) -> list[RenderableType]:
+def _op_parts(op: OpExplanation) -> list[RenderableType]:
     rows = [
-        ("op", f"number {found.index}, on {found.site}"),
-        ("time", format_time(found.time_s)),
+        ("op", f"number {op.index}, on {op.site}"),
+        ("time", format_time(op.time_s)),
         (
             "work",
-            f"{found.flops / 1e9:.4g} GFLOP, {format_size(found.moved_bytes)} of memory traffic",
+            f"{op.flops / 1e9:.4g} GFLOP, {format_size(op.moved_bytes)} of memory traffic",
         ),
-        ("intensity", f"{found.arithmetic_intensity:.3g} FLOP per byte"),
-        ("bound by", found.bound),
-        ("workspace", format_size(found.workspace_bytes)),
-        ("stall", format_time(found.stall_s)),
-        *(
-            ("waits for", f"{s.tensor}, {format_time(s.time_s)}: {why_late(s)}")
-            for s in found.stalls
-        ),
+        ("intensity", f"{op.arithmetic_intensity:.3g} FLOP per byte"),
+        ("bound by", op.bound),
+        ("workspace", format_size(op.workspace_bytes)),
+        ("stall", format_time(op.stall_s)),
+        *(("waits for", f"{s.tensor}, {format_time(s.time_s)}: {why_late(s)}") for s in op.stalls),
     ]
-    parts: list[RenderableType] = [fields(found.name, rows)]
+    parts: list[RenderableType] = [fields(op.name, rows)]
     columns = [("", False), ("tensor", False), ("size", True), ("home", False)]
-    lines = [("reads", t.name, format_size(t.size_bytes), t.home) for t in found.reads]
-    lines += [("writes", t.name, format_size(t.size_bytes), t.home) for t in found.writes]
+    lines = [("reads", t.name, format_size(t.size_bytes), t.home) for t in op.reads]
+    lines += [("writes", t.name, format_size(t.size_bytes), t.home) for t in op.writes]
     parts.append(grid("Operands", columns, lines) if lines else note("It touches no tensor."))
-    if found.sites:
+    if op.sites:
         columns = [("site", False), ("op", True), ("copied", True), *_TIME_COLUMNS]
         sites = [
             (other.site, format_time(other.op_s), format_size(other.copied_bytes), *_times(other))
-            for other in found.sites
+            for other in op.sites
         ]
         parts.append(grid("Other sites, all else as planned", columns, sites))
     return parts

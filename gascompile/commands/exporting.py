@@ -75,7 +75,7 @@ def export(
         from gascompile.integrations.onnx.export import export as export_model
 
         with opt.usage_errors():
-            found = export_model(
+            written = export_model(
                 model,
                 output,
                 dynamic_shapes=shapes,
@@ -85,7 +85,7 @@ def export(
                 batch=batch,
                 tokens=tokens,
             )
-    emit(json, export_json(found), export_part(found))
+    emit(json, export_json(written), export_part(written))
 
 
 def _require_source(source: str, what: str) -> None:
@@ -102,37 +102,37 @@ def _dynamic_shapes(given: list[str]) -> Any:
         return None
     matches = []
     for text in given:
-        found = _DYNAMIC.fullmatch(text)
-        if found is None or int(found[4]) < 3:
+        match = _DYNAMIC.fullmatch(text)
+        if match is None or int(match[4]) < 3:
             raise typer.BadParameter(
                 "--dynamic takes INPUT.AXIS=NAME:MAX with a MAX of 3 or more, such as input_ids.1=tokens:512, not "
                 f"{text!r}"
             )
-        matches.append(found)
+        matches.append(match)
     from torch.export import Dim
 
     limits: dict[str, int] = {}
     shapes: dict[str, dict[int, Any]] = {}
-    for found in matches:
-        if limits.setdefault(found[3], int(found[4])) != int(found[4]):
-            raise typer.BadParameter(f"--dynamic gives {found[3]!r} two limits; give it one")
+    for match in matches:
+        if limits.setdefault(match[3], int(match[4])) != int(match[4]):
+            raise typer.BadParameter(f"--dynamic gives {match[3]!r} two limits; give it one")
     dims = {name: Dim(name, min=2, max=limit) for name, limit in limits.items()}
-    for found in matches:
-        shapes.setdefault(found[1], {})[int(found[2])] = dims[found[3]]
+    for match in matches:
+        shapes.setdefault(match[1], {})[int(match[2])] = dims[match[3]]
     return shapes
 
 
-def export_json(found: OnnxExport) -> dict[str, Any]:
+def export_json(exported: OnnxExport) -> dict[str, Any]:
     """Return what was written as JSON."""
-    written = found.written
+    written = exported.written
     return {
         "onnx": str(written.file),
         "data": None if written.data is None else str(written.data),
-        "opset": found.opset,
-        "ir_version": found.ir_version,
-        "inputs": list(found.inputs),
-        "outputs": list(found.outputs),
-        "nodes": found.num_nodes,
+        "opset": exported.opset,
+        "ir_version": exported.ir_version,
+        "inputs": list(exported.inputs),
+        "outputs": list(exported.outputs),
+        "nodes": exported.num_nodes,
         "weights": written.num_weights,
         "copied_bytes": written.copied_bytes,
         "in_place_bytes": written.in_place_bytes,
@@ -140,17 +140,17 @@ def export_json(found: OnnxExport) -> dict[str, Any]:
     }
 
 
-def export_part(found: OnnxExport) -> RenderableType:
+def export_part(exported: OnnxExport) -> RenderableType:
     """Return what was written for people."""
-    written = found.written
+    written = exported.written
     data = "" if written.data is None else f" in {written.data}"
     rows = [
         (
             "graph",
-            f"{counted(found.num_nodes, 'node')}, operator set {found.opset}, IR {found.ir_version}",
+            f"{counted(exported.num_nodes, 'node')}, operator set {exported.opset}, IR {exported.ir_version}",
         ),
-        ("inputs", ", ".join(found.inputs)),
-        ("outputs", ", ".join(found.outputs)),
+        ("inputs", ", ".join(exported.inputs)),
+        ("outputs", ", ".join(exported.outputs)),
         ("weights", counted(written.num_weights, "weight")),
         ("copied", f"{format_size(written.copied_bytes)}{data}"),
         ("used in place", format_size(written.in_place_bytes)),
@@ -161,33 +161,33 @@ def export_part(found: OnnxExport) -> RenderableType:
     return fields(f"{written.file}", rows)
 
 
-def annotated_json(found: AnnotatedPlan) -> dict[str, Any]:
+def annotated_json(plan: AnnotatedPlan) -> dict[str, Any]:
     """Return as JSON what of a plan stands in a graph."""
     return {
-        "devices": list(found.devices),
-        "nodes": found.num_nodes,
-        "placed": found.num_placed,
-        "unplaced": dict(found.unplaced),
-        "ops": found.num_ops,
-        "ops_without_node": list(found.ops_without_node),
-        "home_bytes": dict(found.home_bytes),
-        "weights_without_home": list(found.weights_without_home),
+        "devices": list(plan.devices),
+        "nodes": plan.num_nodes,
+        "placed": plan.num_placed,
+        "unplaced": dict(plan.unplaced),
+        "ops": plan.num_ops,
+        "ops_without_node": list(plan.ops_without_node),
+        "home_bytes": dict(plan.home_bytes),
+        "weights_without_home": list(plan.weights_without_home),
     }
 
 
-def annotated_parts(found: AnnotatedPlan) -> list[RenderableType]:
+def annotated_parts(plan: AnnotatedPlan) -> list[RenderableType]:
     """Return for people what of a plan stands in a graph, and what does not."""
-    homes = ", ".join(f"{name} {format_size(size)}" for name, size in found.home_bytes.items())
+    homes = ", ".join(f"{name} {format_size(size)}" for name, size in plan.home_bytes.items())
     parts: list[RenderableType] = [
         note(
-            f"{found.num_placed} of {counted(found.num_nodes, 'node')} have a device ({', '.join(found.devices)}); "
+            f"{plan.num_placed} of {counted(plan.num_nodes, 'node')} have a device ({', '.join(plan.devices)}); "
             f"homes of weights: {homes or 'none'}."
         )
     ]
-    if found.unplaced:
-        counts = ", ".join(f"{number} {op}" for op, number in sorted(found.unplaced.items()))
+    if plan.unplaced:
+        counts = ", ".join(f"{number} {op}" for op, number in sorted(plan.unplaced.items()))
         parts.append(note(f"Without one, as they are not proven to be ops of the plan: {counts}."))
-    if names := found.ops_without_node:
+    if names := plan.ops_without_node:
         more = f" and {len(names) - _SHOWN_OPS} more" if len(names) > _SHOWN_OPS else ""
         parts.append(
             note(

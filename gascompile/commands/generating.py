@@ -133,12 +133,12 @@ def _read(folder: Path, prompt: str | None, prompt_ids: str | None, *, chat: boo
             ) from error
         if not tokens or not all(0 <= token < 1 << 31 for token in tokens):
             raise typer.BadParameter("--prompt-ids are numbers of tokens, 0 and more")
-        return torch.tensor([tokens]), lambda found: " ".join(map(str, found)) + " " * bool(found)
+        return torch.tensor([tokens]), lambda new: " ".join(map(str, new)) + " " * bool(new)
     assert prompt is not None
     tokenizer = tokenizer_of(folder)
     with opt.usage_errors():
         ids = prompt_tokens(tokenizer, prompt, chat=chat)
-    return ids, lambda found: str(tokenizer.decode(found, skip_special_tokens=True))
+    return ids, lambda new: str(tokenizer.decode(new, skip_special_tokens=True))
 
 
 def _generated(

@@ -35,7 +35,7 @@ def whatif_over(asked: opt.Asked, ranks: str, *, json: bool) -> None:
         planned, own = _source_of(source)
         if own is None or asked.machine is not None:
             own = opt.machine_of(asked.machine, asked.cache_dir, source)
-        found = other_ranks(
+        variants = other_ranks(
             planned,
             own,
             counts,
@@ -52,17 +52,17 @@ def whatif_over(asked: opt.Asked, ranks: str, *, json: bool) -> None:
     data = {
         "machine": own.name,
         "train": train,
-        "variants": [serial.to_json(variant) for variant in found],
+        "variants": [serial.to_json(variant) for variant in variants],
     }
     title = f"{source} over ranks on {own.name}: {unit} a second"
-    emit(json, data, grid(title, columns, [_cells(variant) for variant in found]))
+    emit(json, data, grid(title, columns, [_cells(variant) for variant in variants]))
 
 
-def _cells(found: RanksVariant) -> tuple[str, ...]:
-    if found.predicted_s is None:
+def _cells(variant: RanksVariant) -> tuple[str, ...]:
+    if variant.predicted_s is None:
         return (
-            str(found.ranks),
-            f"needs {format_size(found.required_bytes or 0)}",
+            str(variant.ranks),
+            f"needs {format_size(variant.required_bytes or 0)}",
             "",
             "",
             "",
@@ -70,13 +70,13 @@ def _cells(found: RanksVariant) -> tuple[str, ...]:
             "",
         )
     return (
-        str(found.ranks),
-        format_time(found.predicted_s),
-        f"{found.per_second:.4g}",
-        f"{found.efficiency:.0%}",
-        format_time(found.exchange_s or 0.0),
-        ", ".join(f"{kind} {format_size(size)}" for kind, size in found.peak_bytes.items()),
-        found.binding,
+        str(variant.ranks),
+        format_time(variant.predicted_s),
+        f"{variant.per_second:.4g}",
+        f"{variant.efficiency:.0%}",
+        format_time(variant.exchange_s or 0.0),
+        ", ".join(f"{kind} {format_size(size)}" for kind, size in variant.peak_bytes.items()),
+        variant.binding,
     )
 
 
@@ -95,23 +95,23 @@ def explain_over(asked: opt.Asked, subject: str, *, json: bool) -> None:
         planned, _ = _source_of(asked.source)
         machine = resolved.hosts[0].machine
         workload, width = chain_of(planned, machine, asked.shape, asked.cache_dir)
-        found = explain_shards(subject, workload, resolved, Training.adam(width or 2))
+        explained = explain_shards(subject, workload, resolved, Training.adam(width or 2))
     data = {
         "subject": subject,
-        "why": found.reason,
-        "plan": as_json(found.plan),
-        "others": [serial.to_json(other) for other in found.others],
+        "why": explained.reason,
+        "plan": as_json(explained.plan),
+        "others": [serial.to_json(other) for other in explained.others],
     }
     rows = [
         ("hosts", f"{resolved.name}: {resolved.num_ranks} ranks"),
-        ("step", format_time(found.plan.predicted_s)),
-        ("why", found.reason),
+        ("step", format_time(explained.plan.predicted_s)),
+        ("why", explained.reason),
     ]
     columns = [
         ("all layers", False), ("planned so", True), ("step", True), ("change", True), ("binds", False),
         ("why not", False),
     ]  # fmt: skip
-    lines = [_choice(other) for other in found.others]
+    lines = [_choice(other) for other in explained.others]
     parts = [fields(subject, rows), grid("Each line is a plan made for it", columns, lines)]
     emit(json, data, *parts, note("Layers are alike and ranks equal: what one has all have."))
 

@@ -72,7 +72,7 @@ def report(
             raise typer.BadParameter(f"a report is an .html file, not '{output.name}'")
         made, measured = read_subject(subject, run)
         verify(made)
-        found = trace_of(made, made.machine)
+        timeline = trace_of(made, made.machine)
         variants = None
         if whatif:
             with task("Planning variants"):
@@ -80,7 +80,7 @@ def report(
         with task("Pricing alternatives"):
             text = page(
                 made,
-                found,
+                timeline,
                 whatif=variants,
                 run=measured,
                 num_explained=why,
@@ -119,13 +119,13 @@ def read_subject(subject: Path, run: Path | None) -> tuple[Plan, RunReport | Non
 
 
 def _printed(path: Path) -> dict[str, Any]:
-    found = serial.read_json(path)
-    if not isinstance(found, dict) or not isinstance(found.get("run"), dict):
+    printed = serial.read_json(path)
+    if not isinstance(printed, dict) or not isinstance(printed.get("run"), dict):
         raise FormatError(
             f"{path} is neither a plan nor a run; write them with 'gascompile plan -o FILE' and "
             "'gascompile run --json > FILE'"
         )
-    return found
+    return printed
 
 
 def _run_of(printed: dict[str, Any], made: Plan, path: Path) -> RunReport:

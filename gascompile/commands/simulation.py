@@ -54,16 +54,16 @@ def simulate(
         made = read_plan(plan_path)
         verify(made)
         target = opt.machine_of(machine, opt.cache_dir_of(cache_dir)) if machine else made.machine
-        found = trace_of(made, target)
-        written = _write(made, found, output, trace, picture)
+        timeline = trace_of(made, target)
+        written = _write(made, timeline, output, trace, picture)
     data = {
         "model": made.workload.name,
         "machine": target.name,
-        "timeline": serial.to_json(found),
+        "timeline": serial.to_json(timeline),
     }
     if target != made.machine:
         written.append(_kept_times(made.machine, target))
-    emit(json, data, *_parts(made, found), *(note(line) for line in written))
+    emit(json, data, *_parts(made, timeline), *(note(line) for line in written))
 
 
 def _kept_times(planned: Machine, target: Machine) -> str:
@@ -87,7 +87,7 @@ def trace_of(made: Plan, target: Machine) -> Trace:
 
 
 def _write(
-    made: Plan, found: Trace, output: Path | None, trace_file: Path | None, picture: Path | None
+    made: Plan, timeline: Trace, output: Path | None, trace_file: Path | None, picture: Path | None
 ) -> list[str]:
     """Write what was asked for; return what to say about it."""
     lines = []
@@ -95,38 +95,38 @@ def _write(
         from gascompile.report.picture import picture as draw
 
         with opt.usage_errors():
-            draw(made, found, picture)
+            draw(made, timeline, picture)
         lines.append(f"The picture is in {picture}.")
     if trace_file is not None:
         from gascompile.report.perfetto import perfetto
 
-        serial.write_atomic(trace_file, serial.dumps(perfetto(made, found)))
+        serial.write_atomic(trace_file, serial.dumps(perfetto(made, timeline)))
         lines.append(f"The trace is in {trace_file}; open it at https://ui.perfetto.dev.")
     if output is not None:
-        serial.write_atomic(output, serial.dumps(found))
+        serial.write_atomic(output, serial.dumps(timeline))
         lines.append(f"The timeline is in {output}.")
     return lines
 
 
-def _parts(made: Plan, found: Trace) -> list[RenderableType]:
-    stalled_s = sum(stall.time_s for stall in found.stalls)
+def _parts(made: Plan, timeline: Trace) -> list[RenderableType]:
+    stalled_s = sum(stall.time_s for stall in timeline.stalls)
     rows = [
-        ("machine", found.machine),
-        ("one iteration", format_time(found.seconds)),
-        ("first iteration", format_time(found.first_iteration_s)),
+        ("machine", timeline.machine),
+        ("one iteration", format_time(timeline.seconds)),
+        ("first iteration", format_time(timeline.first_iteration_s)),
         (
             "stalled",
-            f"{format_time(stalled_s)} in {counted(len(found.stalls), 'wait')}{_causes(found)}",
+            f"{format_time(stalled_s)} in {counted(len(timeline.stalls), 'wait')}{_causes(timeline)}",
         ),
-        ("peak", sizes({tier: curve.peak_bytes for tier, curve in found.memory.items()})),
-        ("planned peak", sizes(found.peak_bytes)),
+        ("peak", sizes({tier: curve.peak_bytes for tier, curve in timeline.memory.items()})),
+        ("planned peak", sizes(timeline.peak_bytes)),
     ]
-    for link, size in found.link_bytes.items():
-        busy_s = found.link_busy_s[link]
-        share = f" ({busy_s / found.seconds:.0%})" if found.seconds else ""
+    for link, size in timeline.link_bytes.items():
+        busy_s = timeline.link_busy_s[link]
+        share = f" ({busy_s / timeline.seconds:.0%})" if timeline.seconds else ""
         rows.append((link, f"{format_size(size)}, busy {format_time(busy_s)}{share}"))
     parts: list[RenderableType] = [fields(f"Replay of {made.workload.name}", rows)]
-    worst = sorted(found.stalls, key=lambda stall: -stall.time_s)[:8]
+    worst = sorted(timeline.stalls, key=lambda stall: -stall.time_s)[:8]
     if worst:
         columns = [("before op", False), ("waiting for", False), ("time", True), ("why", False)]
         names = [*(op.name for op in made.ops), "(end of the iteration)"]
@@ -135,9 +135,9 @@ def _parts(made: Plan, found: Trace) -> list[RenderableType]:
     return parts
 
 
-def _causes(found: Trace) -> str:
+def _causes(timeline: Trace) -> str:
     totals: dict[str, float] = {}
-    for stall in found.stalls:
+    for stall in timeline.stalls:
         totals[stall.cause] = totals.get(stall.cause, 0.0) + stall.time_s
     shown = ", ".join(f"{cause} {format_time(time_s)}" for cause, time_s in totals.items())
     return f" ({shown})" if shown else ""

@@ -116,7 +116,7 @@ def totals_by_kind(ops: Sequence[OpSpec], kinds: Sequence[str], device: str) -> 
     groups: dict[str, list[OpSpec]] = {}
     for op, kind in zip(ops, kinds, strict=True):
         groups.setdefault(kind, []).append(op)
-    found = [
+    totals = [
         KindTotal(
             kind=kind,
             count=len(group),
@@ -126,7 +126,7 @@ def totals_by_kind(ops: Sequence[OpSpec], kinds: Sequence[str], device: str) -> 
         )
         for kind, group in groups.items()
     ]
-    return sorted(found, key=lambda total: (-total.seconds, total.kind))
+    return sorted(totals, key=lambda total: (-total.seconds, total.kind))
 
 
 def workload_summary(
@@ -191,9 +191,9 @@ def workload_parts(
 
 
 def _tensor_totals(workload: Workload) -> list[tuple[str, int, int]]:
-    found = []
+    totals = []
     for kind in TensorKind:
         chosen = [t.size_bytes for t in workload.tensors if t.kind == kind]
         if chosen:
-            found.append((kind.value, len(chosen), sum(chosen)))
-    return found
+            totals.append((kind.value, len(chosen), sum(chosen)))
+    return totals

@@ -90,7 +90,7 @@ def whatif_verb(
     with reserved_stdout(json):
         made, finished = plan_to_look_at(asked)
         with task("Planning variants"):
-            found = whatif(
+            variants = whatif(
                 made,
                 step_bytes=None if gib is None else round(gib * GIB),
                 step_bytes_per_s=None if gbps is None else gbps * 1e9,
@@ -99,18 +99,18 @@ def whatif_verb(
                 time_limit_s=time_limit,
             )
     data: dict[str, Any] = {"model": made.workload.name, "machine": made.machine.name}
-    whole = serial.to_json(found)
+    whole = serial.to_json(variants)
     assert isinstance(whole, dict)
-    for variant, entry in zip(found.variants, whole["variants"], strict=True):
-        entry["speedup"] = variant.speedup(found.base_s)
-    emit(json, {**data, **whole}, *_parts(made, found))
+    for variant, entry in zip(variants.variants, whole["variants"], strict=True):
+        entry["speedup"] = variant.speedup(variants.base_s)
+    emit(json, {**data, **whole}, *_parts(made, variants))
 
 
-def _parts(made: Plan, found: WhatIf) -> list[RenderableType]:
+def _parts(made: Plan, variants: WhatIf) -> list[RenderableType]:
     rows = [
         ("machine", made.machine.name),
-        ("one iteration", format_time(found.base_s)),
-        ("set by", found.binding),
+        ("one iteration", format_time(variants.base_s)),
+        ("set by", variants.binding),
     ]
     columns = [
         ("what if", False),
@@ -119,14 +119,14 @@ def _parts(made: Plan, found: WhatIf) -> list[RenderableType]:
         ("speed", True),
         ("at most", True),
     ]
-    lines = [(change_of(made, v), *_cells(v, found.base_s)) for v in found.variants]
+    lines = [(change_of(made, v), *_cells(v, variants.base_s)) for v in variants.variants]
     parts: list[RenderableType] = [
         fields(f"What if, for {made.workload.name}", rows),
         grid("Each line is a plan made for it", columns, lines),
     ]
-    if not found.of("next"):
+    if not variants.of("next"):
         parts.append(note("No larger budget saves 1 % or more."))
-    return [*parts, *warnings_block(found.notes)]
+    return [*parts, *warnings_block(variants.notes)]
 
 
 def _cells(variant: Variant, base_s: float) -> tuple[str, str, str, str]:

@@ -127,6 +127,6 @@ class HostsPlan:
         """Read a plan; raises ``FormatError`` or ``StorageError``."""
         from gascompile.core.checks.hosts_plan import check_hosts_plan
 
-        found = serial.load(HostsPlan, path)
-        check_hosts_plan(found, where=f"{os.fspath(path)}: $")
-        return found
+        plan = serial.load(HostsPlan, path)
+        check_hosts_plan(plan, where=f"{os.fspath(path)}: $")
+        return plan

@@ -39,9 +39,9 @@ def facts_misfit(expected: InputSpec, value: torch.Tensor) -> str | None:
     """Return which fact of an argument is another than the plan was made for, or ``None``."""
     for fact in expected.facts:
         name, _, wanted = fact.partition("=")
-        found = fact_of(name, value)
-        if found != fact:
-            given = found.partition("=")[2]
+        now = fact_of(name, value)
+        if now != fact:
+            given = now.partition("=")[2]
             return (
                 f"has {given} for {name}, which the model asks for; the plan was made for {wanted}"
             )

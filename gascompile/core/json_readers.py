@@ -56,11 +56,11 @@ def _dataclass_reader(cls: type) -> Reader:
             )
         num_read = 0
         if expected is not None:
-            if (found := data.get("format")) != expected:
-                if isinstance(found, str) and (older := older_format(cls, found)) is not None:
+            if (written := data.get("format")) != expected:
+                if isinstance(written, str) and (older := older_format(cls, written)) is not None:
                     return reader_of(older)(data, where).now()
                 raise FormatError(
-                    f"{_words(where)}: this reader knows the format {expected!r}, the data says {shown(found)}; "
+                    f"{_words(where)}: this reader knows the format {expected!r}, the data says {shown(written)}; "
                     f"write it again with this version"
                 )
             num_read = 1
@@ -122,8 +122,8 @@ def _union_reader(args: tuple[Any, ...]) -> Reader:
     scalars = [arg for arg in members if arg in SCALARS]
     objects = [arg for arg in members if arg not in SCALARS]
 
-    def of_one(found: list[Any]) -> Reader:
-        return reader_of(found[0]) if len(found) == 1 else _step_reader(found)
+    def of_one(classes: list[Any]) -> Reader:
+        return reader_of(classes[0]) if len(classes) == 1 else _step_reader(classes)
 
     # A number or an object, such as a dimension that is fixed or named.
     of_object = of_one(objects or scalars)
@@ -142,9 +142,9 @@ def _step_reader(members: list[Any]) -> Reader:
     for member in members:
         told_by = getattr(member, "WITH", None)
         by_tag.setdefault(member.TAG, []).append((told_by, reader_of(member)))
-    for found in by_tag.values():
+    for of_tag in by_tag.values():
         # Who is told by a field stands before who is not.
-        found.sort(key=lambda pair: pair[0] is None)
+        of_tag.sort(key=lambda pair: pair[0] is None)
 
     def read(data: Any, where: Where) -> Any:
         if not isinstance(data, dict):

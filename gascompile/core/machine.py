@@ -256,8 +256,8 @@ class Machine:
 
     def links_into(self, tier: str) -> tuple[Link, ...]:
         """Return the links that end at ``tier``, fastest first."""
-        found = [link for link in self.links if link.target_tier == tier]
-        return tuple(sorted(found, key=lambda link: -link.bandwidth_bytes_per_s))
+        links = [link for link in self.links if link.target_tier == tier]
+        return tuple(sorted(links, key=lambda link: -link.bandwidth_bytes_per_s))
 
     def link_from(self, tier: str) -> Link | None:
         """Return the fastest link from ``tier`` to where ops run; ``None`` where there is none."""

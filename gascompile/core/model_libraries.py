@@ -95,10 +95,10 @@ def workload_of_file(path: Path, machine: Machine, *, batch: int, tokens: int) -
     module = _COSTING.get(path.suffix)
     if module is None:
         return None
-    found: Workload = importlib.import_module(module).workload_of_file(
+    workload: Workload = importlib.import_module(module).workload_of_file(
         path, machine, batch=batch, tokens=tokens
     )
-    return found
+    return workload
 
 
 def model_libraries() -> tuple[ModelLibrary, ...]:
@@ -136,10 +136,10 @@ def set_recorders(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
 
 def methods(cls: type) -> dict[str, Callable[..., Any]]:
     """Return what a compiled model does in another way than its class does, by the library that the class is of."""
-    found: dict[str, Callable[..., Any]] = {}
+    by_name: dict[str, Callable[..., Any]] = {}
     for library in model_libraries():
-        found |= library.methods(cls)
-    return found
+        by_name |= library.methods(cls)
+    return by_name
 
 
 @cache

@@ -107,16 +107,16 @@ def changed_spans(target: object, arguments: Sequence[object]) -> list[Span] | N
 
 def in_pages(spans: Sequence[Span]) -> list[Span]:
     """Return spans as whole pages, in order; those that meet are one."""
-    found: list[Span] = []
+    pages: list[Span] = []
     for begin, end in sorted(spans):
         low, high = begin // PAGE_BYTES * PAGE_BYTES, align_up(end, PAGE_BYTES)
         if begin == end:
             continue
-        if found and low <= found[-1][1]:
-            found[-1] = (found[-1][0], max(high, found[-1][1]))
+        if pages and low <= pages[-1][1]:
+            pages[-1] = (pages[-1][0], max(high, pages[-1][1]))
         else:
-            found.append((low, high))
-    return found
+            pages.append((low, high))
+    return pages
 
 
 def _runs(part: torch.Tensor) -> tuple[list[int], int]:

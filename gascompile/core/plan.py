@@ -222,17 +222,17 @@ class Plan:
         """Read a plan; raises ``FormatError`` or ``StorageError``. It is data: run ``verify`` before you trust it."""
         from gascompile.core.checks.plan import check_plan_content
 
-        found = serial.load(Plan, path)
-        check_plan_content(found, where=f"{path}: $")
-        return found
+        plan = serial.load(Plan, path)
+        check_plan_content(plan, where=f"{path}: $")
+        return plan
 
 
 def weights_elsewhere(plan: Plan) -> dict[str, int]:
     """Return the weights that ops read which run on another tier than the one that computes, with the first such op."""
     own = plan.machine.compute_tier
-    found: dict[str, int] = {}
+    first_op: dict[str, int] = {}
     for i, (spec, op) in enumerate(zip(plan.workload.ops, plan.ops, strict=True)):
         for name in spec.reads if op.site != own else ():
             if plan.tensors[name].kind == TensorKind.WEIGHT:
-                found.setdefault(name, i)
-    return found
+                first_op.setdefault(name, i)
+    return first_op

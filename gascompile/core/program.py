@@ -51,18 +51,18 @@ def add_node(
 
 def copied_graph(graph: torch.fx.Graph) -> torch.fx.Graph:
     """Return a copy of a graph of placeholders, calls and an output."""
-    found = torch.fx.Graph()
+    copy = torch.fx.Graph()
     copies: dict[torch.fx.Node, torch.fx.Node] = {}
     for node in graph.nodes:
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
         if node.op == "call_function":
-            copies[node] = add_node(found, node.target, args, kwargs, node.name)
+            copies[node] = add_node(copy, node.target, args, kwargs, node.name)
         else:
-            copies[node] = found.create_node(
+            copies[node] = copy.create_node(
                 node.op, node.target, args, kwargs, node.name, node.type
             )
         copies[node].meta = dict(node.meta)
-    return found
+    return copy
 
 
 def graph_module_of(root: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.GraphModule:
@@ -136,13 +136,13 @@ class InputSpec:
             for dim, size in zip(self.shape, shape, strict=True)
             if isinstance(dim, Dim)
         }
-        found = [
+        strides = [
             math.prod((sizes[name] for name in step.dims), start=step.factor)
             if isinstance(step, Stride)
             else step
             for step in self.stride
         ]
-        return normal_strides(shape, tuple(found))
+        return normal_strides(shape, tuple(strides))
 
     def upper_shape(self) -> tuple[int, ...]:
         """Return the shape with every dynamic dimension at its maximum."""

@@ -192,11 +192,11 @@ def _depth_exceeds(data: Any, limit: int) -> bool:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"the key {shown(twice)} stands twice in one object")
-    return found
+    return fields
 
 
 def _refuse_constant(name: str) -> None:

@@ -39,15 +39,15 @@ def signature_of(leaves: Sequence[Any]) -> Signature:
     Raises:
         UnsupportedOpError: a tensor is of a kind that no plan can have, see ``require_plain``.
     """
-    found: list[tuple[Any, ...]] = []
+    described: list[tuple[Any, ...]] = []
     for number, value in enumerate(leaves):
         if isinstance(value, torch.Tensor):
             require_plain(value, f"argument {number}")
             shape, stride = tuple(value.shape), strides_of(value)
-            found.append((str(value.dtype), shape, stride, str(value.device)))
+            described.append((str(value.dtype), shape, stride, str(value.device)))
         else:
-            found.append((type(value).__qualname__, repr(value)))
-    return Signature(leaves=tuple(found), same=same_tensors(leaves), memory=same_memory(leaves))
+            described.append((type(value).__qualname__, repr(value)))
+    return Signature(leaves=tuple(described), same=same_tensors(leaves), memory=same_memory(leaves))
 
 
 def quick_key(leaves: Sequence[Any]) -> tuple[Any, ...]:
@@ -109,18 +109,18 @@ def same_memory(leaves: Sequence[Any]) -> tuple[tuple[int, int], ...]:
     spans = sorted(_spans(leaves))
     if all(one[1] <= next_one[0] for one, next_one in pairwise(spans)):
         return _apart(len(leaves))
-    found = [*_apart(len(leaves))]
+    of_leaf = [*_apart(len(leaves))]
     group: list[tuple[int, int]] = []
     end = 0
     for start, stop, number in (*spans, (-1, -1, -1)):
         if group and (number < 0 or start >= end):
             first, base = min((n, s) for s, n in group)
             for begin, member in group:
-                found[member] = (first, begin - base)
+                of_leaf[member] = (first, begin - base)
             group = []
         end = max(end, stop) if group else stop
         group.append((start, number))
-    return tuple(found)
+    return tuple(of_leaf)
 
 
 @lru_cache(maxsize=64)

@@ -29,8 +29,8 @@ class Tile(NamedTuple):
 
 def parse_tile(name: str) -> Tile | None:
     """Return which tile ``name`` means; ``None`` for the name of something whole."""
-    found = _PATTERN.fullmatch(name)
-    return Tile(found[1], int(found[2]), int(found[3])) if found else None
+    match = _PATTERN.fullmatch(name)
+    return Tile(match[1], int(match[2]), int(match[3])) if match else None
 
 
 def base_name(name: str) -> str:

@@ -47,7 +47,7 @@ class TensorSpec:
 
     name: str
     size_bytes: int = field(metadata=json_name("bytes"))
-    """Bytes of the wire form: what moves, and what lies in the arena."""
+    """Bytes of the transfer format: what moves, and what lies in the arena."""
     kind: TensorKind
     forms: Forms | None = field(default=None, metadata={"left_out": True})
     """Set where the tensor moves in another form than it is computed in."""

@@ -57,7 +57,7 @@ def lost_to_exchange_s(
     """
     # Twice as long as the exchange by itself, so that it ends before they do.
     count = max(int(2 * alone_s / max(ops.seconds(1), 1e-6)), 1)
-    found = []
+    lost_s = []
     for _ in range(_REPEATS):
         _meet(exchange)
         plain_s = ops.seconds(_ROUNDS * count)
@@ -69,8 +69,8 @@ def lost_to_exchange_s(
             begun_s += time.perf_counter() - begin_s
             ops.run(count)
             exchange.end_part()
-        found.append((time.perf_counter() - first_s - begun_s - plain_s) / _ROUNDS)
-    return max(min(found), 0.0)
+        lost_s.append((time.perf_counter() - first_s - begun_s - plain_s) / _ROUNDS)
+    return max(min(lost_s), 0.0)
 
 
 def late_share(exchange: Exchange, ops: Ops, trade: Callable[[], None], alone_s: float) -> float:
@@ -86,7 +86,7 @@ def late_share(exchange: Exchange, ops: Ops, trade: Callable[[], None], alone_s:
         alone_s: what that takes with no ops before it.
     """
     count = max(int(_BETWEEN_S * _ROUNDS / max(ops.seconds(_ROUNDS), 1e-6)), 1)
-    found = []
+    late_shares = []
     for _ in range(_GROUPS):
         _meet(exchange)
         first_s, own_s = time.perf_counter(), 0.0
@@ -98,8 +98,8 @@ def late_share(exchange: Exchange, ops: Ops, trade: Callable[[], None], alone_s:
         table[exchange.rank] = own_s
         exchange.add(table)
         slowest_s = float(table.max())
-        found.append((all_s - slowest_s - _ROUNDS_OF_A_GROUP * alone_s) / slowest_s)
-    return max(sorted(found)[1], 0.0)
+        late_shares.append((all_s - slowest_s - _ROUNDS_OF_A_GROUP * alone_s) / slowest_s)
+    return max(sorted(late_shares)[1], 0.0)
 
 
 def _meet(exchange: Exchange) -> None:

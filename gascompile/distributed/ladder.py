@@ -141,7 +141,7 @@ def _measured(
     exchange: Exchange, act: Callable[[torch.Tensor], object], after: Callable[[], object] = bool
 ) -> tuple[Rung, ...]:
     """Return what an exchange takes of each size; ``after`` is done after each, and takes what it may."""
-    found = []
+    rungs = []
     for size_bytes in _SIZES_BYTES:
         values = torch.zeros(size_bytes // torch.float32.itemsize)
         times_s = _timed(act, after, values, _REPEATS)
@@ -150,8 +150,8 @@ def _measured(
         exchange.add(total_s)
         if float(total_s) < _SHORT_S * exchange.size:
             times_s += _timed(act, after, values, _MORE)
-        found.append(Rung(size_bytes=size_bytes, time_s=sorted(times_s)[len(times_s) // 2]))
-    return tuple(found)
+        rungs.append(Rung(size_bytes=size_bytes, time_s=sorted(times_s)[len(times_s) // 2]))
+    return tuple(rungs)
 
 
 def _timed(

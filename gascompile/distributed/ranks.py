@@ -272,14 +272,14 @@ class Ranks:
         Raises:
             RankError: a rank has failed.
         """
-        found = sent.new_empty(sum(received_sizes))
+        received = sent.new_empty(sum(received_sizes))
         sizes = (list(received_sizes), list(sent_sizes))
         how: dict[str, Any] = {"group": self._meeting, "async_op": True}
         try:
-            self._wait(dist.all_to_all_single(found, sent, *sizes, **how))
+            self._wait(dist.all_to_all_single(received, sent, *sizes, **how))
         except RuntimeError as error:
             raise self._reason(error) from error
-        return found
+        return received
 
     def gather(self, what: str, data: bytes) -> list[bytes]:
         """Return the bytes that each rank has; all ranks call it.
@@ -289,8 +289,8 @@ class Ranks:
         """
         sizes = [row[0] for row in self.compare(what, b"", [len(data)])]
         own = torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
-        found = self.trade(own.repeat(len(sizes)), [len(data)] * len(sizes), sizes)
-        return [part.numpy().tobytes() for part in found.split(sizes)]
+        received = self.trade(own.repeat(len(sizes)), [len(data)] * len(sizes), sizes)
+        return [part.numpy().tobytes() for part in received.split(sizes)]
 
     def expect(self, time_s: float) -> None:
         """Give a rank, or its drives, up that are silent for too long in a step; ``time_s`` is what one takes."""

@@ -40,9 +40,9 @@ def _receive(
         stride: of the value.
         dtype: of the value.
     """
-    found = torch.empty_strided(shape, stride, dtype=dtype, device=like.device)
-    exchange_under_way().receive(found, peer, tag)
-    return found
+    received = torch.empty_strided(shape, stride, dtype=dtype, device=like.device)
+    exchange_under_way().receive(received, peer, tag)
+    return received
 
 
 for _key in ("CPU", "CUDA"):

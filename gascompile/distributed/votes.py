@@ -51,7 +51,7 @@ class Votes:
         try:
             self._store.set(keys[self._layout.rank], said)
             self._wait(keys)
-            found = [self._store.get(key).decode() for key in keys]
+            votes = [self._store.get(key).decode() for key in keys]
             self._store.set(read[self._layout.rank], "")
             if self._layout.rank == 0:
                 # The store may be this rank's, and end with it.
@@ -61,7 +61,7 @@ class Votes:
         except RuntimeError as error:
             why = self._why(error)
             raise why or RankError(f"a vote of the ranks broke: {error}") from error
-        return found
+        return votes
 
     def _wait(self, keys: list[str]) -> None:
         begin_s = looked_s = time.monotonic()

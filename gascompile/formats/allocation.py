@@ -42,12 +42,12 @@ def allocate(
         limit_bytes: of all weights together; where even the smallest forms take more, these are returned.
         enough: sum of the errors from which on no more bytes are spent; without it, none is small enough.
     """
-    found = {}
+    form_of = {}
     total_bytes, error = 0, 0.0
     steps: list[tuple[float, str, int, Choice]] = []
     for name, known in choices.items():
         path = _hull(known)
-        found[name] = path[0].form
+        form_of[name] = path[0].form
         total_bytes += path[0].size_bytes
         error += path[0].error
         for number, (before, after) in enumerate(pairwise(path)):
@@ -62,9 +62,9 @@ def allocate(
             left_out.add(name)
             continue
         error -= reached[name].error - after.error
-        found[name], reached[name] = after.form, after
+        form_of[name], reached[name] = after.form, after
         total_bytes += more_bytes
-    return found
+    return form_of
 
 
 def _gain(before: Choice, after: Choice) -> float:

@@ -1,9 +1,9 @@
-"""Ops on weights in their wire form: a linear layer, its tiles, and decoding. Plain torch, any device.
+"""Ops on weights in their transfer format: a linear layer, its tiles, and decoding. Plain torch, any device.
 
 A weight arrives in fewer bytes than it is computed in. ``wire_linear`` decodes it in blocks of rows into a
 scratch that stays in the caches and multiplies block by block, so no decoded weight is ever whole in memory; where
 compiled ``Kernels`` are installed, they multiply few rows without any scratch, and decode.
-Wire forms are ``bfloat16`` and ``float16``, plain matrices, and the packed ones of ``layout``. What differs
+Transfer formats are ``bfloat16`` and ``float16``, plain matrices, and the packed ones of ``layout``. What differs
 from group to group alone is taken out of the product where it can be: ``int4`` adds its minima by the sums of
 each group of inputs.
 """
@@ -31,7 +31,7 @@ from gascompile.formats.packings import Packing, packing_of, rows_of
 from gascompile.formats.unpack import Unpack, unpacked
 
 PLAIN: Final = ("bfloat16", "float16", "float32")
-"""Wire forms that are matrices of a dtype of torch's."""
+"""Transfer formats that are matrices of a dtype of torch's."""
 _BLOCK_WEIGHTS = 1 << 20
 """Weights that are decoded at once, about: 4 MiB of fp32, which a cache keeps until the product reads them."""
 _MANY_ROWS = 32
@@ -114,8 +114,8 @@ class FormSpec:
         return group_of(self.wire)
 
 
-def wire_matrix(form: str, rows: int, columns: int, group: int) -> tuple[str, tuple[int, ...]]:
-    """Return dtype and shape of what a weight of ``rows x columns`` is on the wire: bytes alone where it is whole."""
+def transfer_matrix(form: str, rows: int, columns: int, group: int) -> tuple[str, tuple[int, ...]]:
+    """Return dtype and shape of what a weight of ``rows x columns`` moves as: bytes alone where it is whole."""
     if form in PLAIN:
         return form, (rows, columns)
     if packing := packing_of(form):
@@ -123,8 +123,8 @@ def wire_matrix(form: str, rows: int, columns: int, group: int) -> tuple[str, tu
     return "uint8", (rows, row_bytes(form, columns, group))
 
 
-def wire_rows(weight: torch.Tensor, form: str, columns: int) -> int:
-    """Return how many rows a weight on the wire has."""
+def transfer_rows(weight: torch.Tensor, form: str, columns: int) -> int:
+    """Return how many rows a weight as it moves has."""
     return weight.shape[0] if weight.dim() > 1 else rows_of(form, columns, weight.shape[0])
 
 
@@ -136,7 +136,7 @@ def linear_into(
     Args:
         out: ``[m, rows]``, of any strides.
         x: ``[m, columns]``, in the dtype that is computed in.
-        weight: the wire matrix of ``rows`` rows.
+        weight: the matrix, in its transfer format, of ``rows`` rows.
         form: its form.
         group: columns per scale in packed forms.
     """
@@ -169,7 +169,7 @@ def linear_into(
 def _whole_into(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, form: str) -> None:
     """Multiply by a weight whose parts lie apart, some of its rows after the other."""
     columns = x.shape[1]
-    step = block_rows(x.shape[0], columns, wire_rows(weight, form, columns))
+    step = block_rows(x.shape[0], columns, transfer_rows(weight, form, columns))
     # What is multiplied in less than float32 lies row by row: oneDNN would copy it so.
     narrow = None if x.dtype == torch.float32 else x.new_empty((step, columns))
     for begin, end, values in unpacked(weight, form, columns, step, _native(weight)):
@@ -246,16 +246,16 @@ def decoded(
     *,
     plain: bool = False,
 ) -> torch.Tensor:
-    """Return wire rows, ``[..., row_bytes]`` or ``[..., columns]``, as values ``[..., columns]`` of ``dtype``.
+    """Return rows as they move, ``[..., row_bytes]`` or ``[..., columns]``, as values ``[..., columns]`` of ``dtype``.
 
     A value is computed in float32 and rounded once; ``plain`` keeps to plain torch, whatever is installed.
     """
     if packing_of(form) is not None:
-        found = rows.new_empty((wire_rows(rows, form, columns), columns), dtype=dtype)
-        step, native = block_rows(1, columns, len(found)), None if plain else _native(rows)
+        out = rows.new_empty((transfer_rows(rows, form, columns), columns), dtype=dtype)
+        step, native = block_rows(1, columns, len(out)), None if plain else _native(rows)
         for begin, end, block in unpacked(rows, form, columns, step, native):
-            found[begin:end].copy_(block.to(dtype))
-        return found
+            out[begin:end].copy_(block.to(dtype))
+        return out
     if form not in PACKED_FORMS:
         return rows.to(dtype)
     _check_width(rows, form, columns, group)
@@ -323,7 +323,7 @@ def block_rows(m: int, columns: int, rows: int) -> int:
 def _linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, form: str, group: int
 ) -> torch.Tensor:
-    features = wire_rows(weight, form, x.shape[-1])
+    features = transfer_rows(weight, form, x.shape[-1])
     return linear_tile(None, x, weight, bias, 0, features, form, group)
 
 
@@ -342,18 +342,18 @@ def linear_tile(
     Args:
         out: what the tiles before have written; ``None`` makes room for all ``features``.
         x: the layer's input.
-        weight: the wire rows of the layer's weight that belong to the tile.
+        weight: the rows in a transfer format of the layer's weight that belong to the tile.
         bias: the layer's whole bias, in any floating dtype.
         begin: first output feature of the tile.
         features: output features of the layer.
-        form: the weight's wire form.
+        form: the weight's transfer format.
         group: columns per scale in packed forms.
     """
     if out is None:
         out = x.new_empty((*x.shape[:-1], features))
     if not out.numel():
         return out
-    end = begin + wire_rows(weight, form, x.shape[-1])
+    end = begin + transfer_rows(weight, form, x.shape[-1])
     part = out.view(-1, features)[:, begin:end]
     linear_into(part, x.reshape(-1, x.shape[-1]), weight, form, group)
     if bias is not None:
@@ -365,7 +365,7 @@ def _linear_shape(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, form: str, group: int
 ) -> torch.Tensor:
     del bias, group
-    return x.new_empty((*x.shape[:-1], wire_rows(weight, form, x.shape[-1])))
+    return x.new_empty((*x.shape[:-1], transfer_rows(weight, form, x.shape[-1])))
 
 
 def _decode(
@@ -378,7 +378,7 @@ def _decode_shape(
     rows: torch.Tensor, form: str, columns: int, group: int, dtype: torch.dtype
 ) -> torch.Tensor:
     if packing_of(form) is not None:
-        return rows.new_empty((wire_rows(rows, form, columns), columns), dtype=dtype)
+        return rows.new_empty((transfer_rows(rows, form, columns), columns), dtype=dtype)
     return rows.new_empty(
         (*rows.shape[:-1], columns) if form in PACKED_FORMS else rows.shape, dtype=dtype
     )

@@ -96,35 +96,35 @@ class Packing:
         groups, each = self.num_groups(columns), WORD_BITS // self.bits
         blocks = -(-rows // self.block_rows) if self.block_rows else 1
         scales = ("scales", self.scale, (groups, rows))
-        found: list[tuple[str, str, tuple[int, ...]]]
+        tensors: list[tuple[str, str, tuple[int, ...]]]
         if self.kind == "gptq":
-            found = [
+            tensors = [
                 ("codes", "int32", (-(-columns // each), rows)),
                 ("zeros", "int32", (groups, -(-rows // each))),
                 scales,
             ]
         elif self.kind == "awq":
             words = -(-rows // each)
-            found = [
+            tensors = [
                 ("codes", "int32", (columns, words)),
                 ("zeros", "int32", (groups, words)),
                 scales,
             ]
         elif self.kind == "packed":
-            found = [("codes", "int32", (rows, -(-columns // each)))]
+            tensors = [("codes", "int32", (rows, -(-columns // each)))]
             if self.zeros:
-                found.append(("zeros", "int32", (-(-rows // each), groups)))
-            found.append(("scales", self.scale, (rows, groups)))
+                tensors.append(("zeros", "int32", (-(-rows // each), groups)))
+            tensors.append(("scales", self.scale, (rows, groups)))
         else:
-            found = [
+            tensors = [
                 ("codes", "float8_e4m3fn", (rows, columns)),
                 ("scales", self.scale, (blocks, groups)),
             ]
         if self.is_ordered:
-            found.insert(1, ("groups", "int32", (columns,)))
+            tensors.insert(1, ("groups", "int32", (columns,)))
         parts: list[PackingPart] = []
         offset = 0
-        for name, dtype, shape in found:
+        for name, dtype, shape in tensors:
             parts.append(PackingPart(name=name, dtype=dtype, shape=shape, offset=offset))
             offset = parts[-1].offset + parts[-1].size_bytes
         return tuple(parts)
@@ -151,7 +151,7 @@ def packing_of(form: str) -> Packing | None:
     if match is None:
         return None
     kind, bits, group, scale, zeros, ordered = match.groups()
-    found = Packing(
+    packing = Packing(
         kind=kind,
         bits=int(bits),
         group=0 if group == "row" else int(group[1:]),
@@ -161,8 +161,8 @@ def packing_of(form: str) -> Packing | None:
         is_ordered=ordered is not None,
     )
     # Only what a packing calls itself is a name: `awq8` and `packed4-v1` are none.
-    is_known = found.form == form and not (kind == "awq" and (bits != "4" or ordered))
-    return found if is_known else None
+    is_known = packing.form == form and not (kind == "awq" and (bits != "4" or ordered))
+    return packing if is_known else None
 
 
 @lru_cache(maxsize=4096)

@@ -1,4 +1,4 @@
-"""Weights into their wire forms: rounded once, with the error that this makes. The twin of ``wire_ops.decoded``."""
+"""Weights into their transfer formats: rounded once, with the error this makes; twin of ``formats.ops.decoded``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _CHUNK_VALUES = 1 << 18
 
 
 def pack(weight: torch.Tensor, form: str, group: int) -> torch.Tensor:
-    """Return ``weight``, ``[rows, columns]`` of any floating dtype, in its wire form.
+    """Return ``weight``, ``[rows, columns]`` of any floating dtype, in its transfer format.
 
     Scales, and minima of ``int4``, are searched for the least squared error of each group.
 
@@ -55,8 +55,8 @@ def squared_error(
     wrong = total = 0.0
     for rows, packed in zip(weight.split(step), wire.split(step), strict=True):
         exact = rows.double()
-        found = decoded(packed, form, weight.shape[1], group, torch.float32)
-        wrong += float((found.double() - exact).square().sum())
+        values = decoded(packed, form, weight.shape[1], group, torch.float32)
+        wrong += float((values.double() - exact).square().sum())
         total += float(exact.square().sum())
     return wrong, total
 
@@ -152,13 +152,15 @@ def _search(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
         values = _rounded(groups, half[0].float(), half[1].float())
         error = values * half[0] + half[1]
         error = error.sub_(groups).square_().sum(1, keepdim=True)
-        found = values.to(torch.uint8), *half
+        candidate = values.to(torch.uint8), *half
         if best_error is None:
-            best_error, best = error, found
+            best_error, best = error, candidate
             continue
         better = error < best_error
         best_error = torch.where(better, error, best_error)
-        best = tuple(torch.where(better, new, old) for new, old in zip(found, best, strict=True))
+        best = tuple(
+            torch.where(better, new, old) for new, old in zip(candidate, best, strict=True)
+        )
     values, scales, minima = best
     return values, scales, minima
 

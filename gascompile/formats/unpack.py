@@ -173,10 +173,10 @@ def _zeros(
         words = _rows(weight, part, 0, part.shape[0])[:, first:last]
     places = _PLACES if packing.kind == "awq" else range(each)
     shifts = torch.tensor(list(places), dtype=torch.int32, device=weight.device) * packing.bits
-    found = (words.unsqueeze(-1) >> shifts).bitwise_and_(mask)
+    zeros = (words.unsqueeze(-1) >> shifts).bitwise_and_(mask)
     if packing.is_less_one:
-        found.add_(1).bitwise_and_(mask)
-    return found.flatten(1)[:, : end - begin].float().t()
+        zeros.add_(1).bitwise_and_(mask)
+    return zeros.flatten(1)[:, : end - begin].float().t()
 
 
 def _combine(

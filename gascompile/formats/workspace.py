@@ -1,4 +1,4 @@
-"""Memory that ops on weights in their wire form take beside their results, in bytes: bounds, whatever the values."""
+"""Bounds, whatever the values, of the bytes that ops on weights in their transfer format take beside results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from gascompile.formats.blocks import decode_bytes
 from gascompile.formats.layout import BLOCKS, GROUPS_PER_STEP, PACKED_FORMS, packed_parts
-from gascompile.formats.ops import block_rows, wire_rows
+from gascompile.formats.ops import block_rows, transfer_rows
 from gascompile.formats.packings import packing_of
 from gascompile.formats.unpack import unpack_bytes
 
@@ -18,7 +18,7 @@ def linear_workspace_bytes(x: torch.Tensor, weight: torch.Tensor, form: str, gro
     """Return at least what ``wire_linear`` allocates at once beside its result."""
     columns, itemsize = x.shape[-1], x.element_size()
     m = x.numel() // columns
-    block = block_rows(m, columns, wire_rows(weight, form, columns))
+    block = block_rows(m, columns, transfer_rows(weight, form, columns))
     size_bytes = block * columns * itemsize + _FEW_BYTES
     if not x.is_contiguous():
         size_bytes += m * columns * itemsize
@@ -42,7 +42,7 @@ def linear_workspace_bytes(x: torch.Tensor, weight: torch.Tensor, form: str, gro
 def decode_workspace_bytes(
     num_rows: int, columns: int, form: str, group: int, dtype_bytes: int = 4
 ) -> int:
-    """Return at least what decoding wire rows allocates at once beside its result."""
+    """Return at least what decoding rows in a transfer format allocates at once beside its result."""
     if packing_of(form) is not None:
         block = block_rows(1, columns, num_rows)
         narrow_bytes = dtype_bytes * block * columns if dtype_bytes != 4 else 0

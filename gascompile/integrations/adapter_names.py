@@ -32,17 +32,17 @@ def with_base_names(model: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
     Raises:
         CheckpointError: an adapter has no values.
     """
-    found, moved = dict(checkpoint.sources), set()
+    source_of, moved = dict(checkpoint.sources), set()
     tensors = dict(_named_tensors(model))
     for name, tensor in tensors.items():
-        if name in found:
+        if name in source_of:
             continue
         plain = base_name(name)
-        source = found.get(plain) or checkpoint.sources.get(plain.removeprefix(_ROOT))
+        source = source_of.get(plain) or checkpoint.sources.get(plain.removeprefix(_ROOT))
         is_base = plain != name or name.startswith(_ROOT)
         # A copy that is trained, or was, has values of its own.
         if source is not None and is_base and (tensor.is_meta or ".modules_to_save." not in name):
-            found[name] = _renamed(source, name)
+            source_of[name] = _renamed(source, name)
             moved.add(source.name)
         elif plain == name and tensor.is_meta and _is_added(name, tensors):
             raise CheckpointError(
@@ -50,7 +50,7 @@ def with_base_names(model: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
                 "it; give it some before: module.to_empty(device='cpu') and, of peft, reset_lora_parameters(adapter, "
                 "True), or load_state_dict(..., assign=True)"
             )
-    sources = {name: s for name, s in found.items() if name in tensors or name not in moved}
+    sources = {name: s for name, s in source_of.items() if name in tensors or name not in moved}
     return replace(checkpoint, sources=sources)
 
 

@@ -20,7 +20,7 @@ from gascompile.core.errors import DeviceMapError, FormatError
 from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
 from gascompile.core.workload import TensorKind, Workload
-from gascompile.passes.explain.device_map_baseline import as_mapped
+from gascompile.passes.explain.device_map_baseline import device_map_baseline
 
 DeviceMap = Mapping[str, int | str]
 _SHOWN = 4
@@ -109,14 +109,14 @@ class Mapped:
         return cls(workload=workload, machine=resolved, budget=limits, modules=modules)
 
     def plan(self, tiers: Mapping[str, str], prints: Mapping[str, str], site: str = "") -> Plan:
-        """Return the plan with each weight on the tier that ``tiers`` says; see ``as_mapped``."""
+        """Return the plan with each weight on the tier that ``tiers`` says; see ``device_map_baseline``."""
         known = {
             "graph": serial.digest(self.workload),
             "machine": serial.digest(self.machine),
             "budget": serial.digest(self.budget.limits_bytes(self.machine)),
         }
         prints = {**known, **prints}
-        return as_mapped(
+        return device_map_baseline(
             self.workload, self.machine, self.budget, tiers, fingerprint=prints, site=site
         )
 
@@ -148,14 +148,14 @@ def tiers_of(
             f"the device map names {_list(unknown)}, but {workload.name} has no weight or module of that name",
             names=tuple(unknown),
         )
-    found: dict[str, str] = {}
+    tier_of: dict[str, str] = {}
     unmapped = []
     for tensor in workload.tensors:
         if tensor.kind != TensorKind.WEIGHT:
             continue
         prefixes = [prefix for prefix in tiers if _is_in(tensor.name, prefix)]
         if prefixes:
-            found[tensor.name] = tiers[max(prefixes, key=len)]
+            tier_of[tensor.name] = tiers[max(prefixes, key=len)]
         else:
             unmapped.append(tensor.name)
     if unmapped:
@@ -163,7 +163,7 @@ def tiers_of(
             f'the device map says nothing about {_list(unmapped)}; add a prefix of each, or "" for all others',
             names=tuple(unmapped),
         )
-    return found
+    return tier_of
 
 
 def _tier(prefix: str, device: int | str, machine: Machine) -> str:
@@ -212,5 +212,5 @@ def _workload_of(
     from gascompile.api.model_planning import annotated_source
 
     config = CompileConfig(cache_dir=cache_dir, sites="all" if sites else "one")
-    model, _, found = annotated_source(source, machine, config, shape=shape)
-    return found.workload, frozenset(name for name, _ in model.named_modules())
+    model, _, annotation = annotated_source(source, machine, config, shape=shape)
+    return annotation.workload, frozenset(name for name, _ in model.named_modules())

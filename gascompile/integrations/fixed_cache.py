@@ -58,9 +58,9 @@ class FixedCache(Cache):
             [empty_past(kind, size + _SPARE, rows) for kind in kinds]
             for kinds in zip(*like, strict=True)
         )
-        found = FixedCache(torch.tensor(0), _length(size), keys, values)
-        _known[id(found.position)] = found
-        return found
+        cache = FixedCache(torch.tensor(0), _length(size), keys, values)
+        _known[id(cache.position)] = cache
+        return cache
 
     def is_of(
         self,
@@ -229,9 +229,9 @@ def _length(size: int) -> torch.Tensor:
 
 
 def _longer(past: torch.Tensor, length: int) -> torch.Tensor:
-    found = empty_past(past, length)
-    found[:, :, : past.shape[2]] = past
-    return found
+    longer = empty_past(past, length)
+    longer[:, :, : past.shape[2]] = past
+    return longer
 
 
 class FixedLayer(CacheLayerMixin):

@@ -65,8 +65,8 @@ def methods(cls: type) -> dict[str, Callable[..., Any]]:
 
     def prepare(self: Any, generation_config: Any, model_kwargs: Any, *args: Any, **kw: Any) -> Any:
         theirs = cls._prepare_cache_for_generation
-        found = inspect.signature(theirs).bind(self, generation_config, model_kwargs, *args, **kw)
-        cache = _cache_for(self, generation_config, model_kwargs, found.arguments)
+        call = inspect.signature(theirs).bind(self, generation_config, model_kwargs, *args, **kw)
+        cache = _cache_for(self, generation_config, model_kwargs, call.arguments)
         if cache is None:
             return theirs(self, generation_config, model_kwargs, *args, **kw)
         model_kwargs["past_key_values"] = cache
@@ -79,10 +79,10 @@ def methods(cls: type) -> dict[str, Callable[..., Any]]:
         if _is_fixed(cache):
             # Masks that depend on more than positions are the model's to make, for the whole call.
             cache.take_masks(any(kwargs.get(name) is not None for name in _SEEN))
-        found = cls.prepare_inputs_for_generation(self, input_ids, *args, **kwargs)  # type: ignore[attr-defined]
+        inputs_of_call = cls.prepare_inputs_for_generation(self, input_ids, *args, **kwargs)  # type: ignore[attr-defined]
         # What reads stop strings is passed on to models, none of which takes it.
-        found.pop("tokenizer", None)
-        return found
+        inputs_of_call.pop("tokenizer", None)
+        return inputs_of_call
 
     return {
         "forward": forward,
@@ -98,8 +98,8 @@ _SEEN = ("token_type_ids", "mm_token_type_ids", "block_sequence_ids")
 def _is_fixed(value: Any) -> bool:
     """Return whether a value is a cache of ours."""
     # What loads transformers' caches is imported with the first of ours.
-    found = sys.modules.get("gascompile.integrations.fixed_cache")
-    return found is not None and isinstance(value, found.FixedCache)
+    module = sys.modules.get("gascompile.integrations.fixed_cache")
+    return module is not None and isinstance(value, module.FixedCache)
 
 
 def _refuse_static(cache: Any) -> None:

@@ -226,8 +226,8 @@ class Generator:
         name = "decode" if len(part) == 1 else "prefill"
         assert self._open is not None
         executor = self._open[1][name]
-        if (found := settings_misfit(self._units.decode.bundle.plan)) is not None:
-            raise PlanMismatchError(f"{found.reason}. {advice(found)}")
+        if (why_not := settings_misfit(self._units.decode.bundle.plan)) is not None:
+            raise PlanMismatchError(f"{why_not.reason}. {advice(why_not)}")
         logits: torch.Tensor
         (logits,) = executor.run(torch.tensor([part]), torch.tensor(position))
         assert executor.last_run is not None

@@ -158,15 +158,15 @@ def _names(model: Any, architecture: str, num_layers: int) -> dict[str, str]:
         ) from error
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     table = gguf.get_tensor_name_map(arch, num_layers)
-    found: dict[str, str] = {}
+    name_of: dict[str, str] = {}
     tied = set(getattr(model, "_tied_weights_keys", None) or ())
     is_tied = bool(getattr(model.config, "tie_word_embeddings", False))
     # Adapters around a layer have names that no table knows.
     for name in (base_name(n) for n, _ in model.named_parameters(remove_duplicate=False)):
         known = table.get_name(name, try_suffixes=(".weight", ".bias"))
         if known is not None and not (is_tied and name in tied):
-            found[known] = name
-    return found
+            name_of[known] = name
+    return name_of
 
 
 def _interleaved_heads(name: str, metadata: Mapping[str, Scalar]) -> int:
@@ -202,11 +202,11 @@ def _check_factors(model: Any, checkpoint: Checkpoint) -> None:
         raise CheckpointError(
             f"{type(model).__name__} has no rotary_emb.inv_freq to compare with the GGUF file's"
         )
-    for found in frequencies:
+    for own in frequencies:
         wanted = plain / factors if factors.shape == plain.shape else None
         # A model that was cast as a whole has them rounded.
-        rtol = 1e-4 if found.dtype in (torch.float32, torch.float64) else 1e-2
-        if wanted is None or not torch.allclose(found.double(), wanted, rtol=rtol, atol=0):
+        rtol = 1e-4 if own.dtype in (torch.float32, torch.float64) else 1e-2
+        if wanted is None or not torch.allclose(own.double(), wanted, rtol=rtol, atol=0):
             raise CheckpointError(
                 "the GGUF file turns rotary positions by other frequencies than the model; build the model with "
                 "the configuration of this file (rope_parameters)"

@@ -108,7 +108,7 @@ def _cache_of_parts(parts: Iterable[Any], context: Any) -> Any:
         DynamicSlidingWindowLayer,
     )
 
-    found: dict[str, list[torch.Tensor]] = dict(zip(context[0], parts, strict=True))
+    lists: dict[str, list[torch.Tensor]] = dict(zip(context[0], parts, strict=True))
     windows: list[int | None] = context[1]
     seen = context[2] if len(context) > 2 else [None] * len(windows)
     cache: Any = DynamicCache()
@@ -119,7 +119,7 @@ def _cache_of_parts(parts: Iterable[Any], context: Any) -> Any:
         ]
         Cache.__init__(cache, layers=layers)
     for layer, past, count in zip_longest(
-        cache.layers, zip(found["key_cache"], found["value_cache"], strict=True), seen
+        cache.layers, zip(lists["key_cache"], lists["value_cache"], strict=True), seen
     ):
         if past is None:
             continue
@@ -227,12 +227,12 @@ def _load_generation_config(model: Any, path: Path) -> None:
         from transformers import GenerationConfig
 
         try:
-            found = GenerationConfig.from_pretrained(path, local_files_only=True)
+            config = GenerationConfig.from_pretrained(path, local_files_only=True)
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"{path}/generation_config.json cannot be used: {_in_short(error)}; download it again, or remove it"
             ) from error
-        model.generation_config = found
+        model.generation_config = config
 
 
 def _config(path: Path) -> tuple[Any, str]:
@@ -249,10 +249,12 @@ def _config(path: Path) -> tuple[Any, str]:
         if not isinstance(data, dict):
             raise CheckpointError(f"{where} holds no object; download it again")
     try:
-        found = transformers.AutoConfig.from_pretrained(str(place), local_files_only=True, **kwargs)
+        config = transformers.AutoConfig.from_pretrained(
+            str(place), local_files_only=True, **kwargs
+        )
     except Exception as error:  # transformers and its validators raise what they like
         raise CheckpointError(f"{where} cannot be used: {_in_short(error)}") from error
-    return (found if kwargs else _without_quantisation(found, path)), where
+    return (config if kwargs else _without_quantisation(config, path)), where
 
 
 def _without_quantisation(config: Any, path: Path) -> Any:
@@ -287,12 +289,12 @@ def transformers_models(model: nn.Module) -> dict[str, nn.Module]:
         return {}
     from transformers import PreTrainedModel
 
-    found: dict[str, nn.Module] = {}
+    models: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
-        inside = any(outer == "" or path.startswith(f"{outer}.") for outer in found)
+        inside = any(outer == "" or path.startswith(f"{outer}.") for outer in models)
         if isinstance(module, PreTrainedModel) and not inside:
-            found[path] = module
-    return found
+            models[path] = module
+    return models
 
 
 def strip_prefix(model: Any, names: Collection[str], wanted: Collection[str]) -> Mapping[str, str]:

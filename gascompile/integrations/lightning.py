@@ -211,14 +211,14 @@ class _ModuleLoss:
         running = _in_step.set(True)
         try:
             with self._precision():
-                found = model.training_step(batch, *([_NUMBER] if self.takes_number else []))
+                loss = model.training_step(batch, *([_NUMBER] if self.takes_number else []))
         finally:
             _in_step.reset(running)
-        if isinstance(found, Mapping):
-            found = found["loss"]
-        if not isinstance(found, torch.Tensor):
-            _refuse(f"training_step returned {type(found).__name__}; it has to return a loss")
-        return found
+        if isinstance(loss, Mapping):
+            loss = loss["loss"]
+        if not isinstance(loss, torch.Tensor):
+            _refuse(f"training_step returned {type(loss).__name__}; it has to return a loss")
+        return loss
 
 
 class _Untraced:

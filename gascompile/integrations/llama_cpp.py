@@ -75,18 +75,18 @@ class LlamaCppPlacement:
         known = _gguf_names(weights, num_layers)
         devices = [(pattern, _tier(device, machine)) for pattern, device in self.overrides]
         used: set[str] = set()
-        found = {}
+        tier_of = {}
         for name in weights:
             names = (known.get(name, name), name)
             hit = next((o for o in devices if any(re.search(o[0], n) for n in names)), None)
             if hit is not None:
                 used.add(hit[0])
-                found[name] = hit[1]
+                tier_of[name] = hit[1]
                 continue
             layer = layer_of[name]
             is_words = layer is None and _WORDS.search(name) is not None
             on_gpu = not is_words and (num_layers if layer is None else layer) >= first
-            found[name] = machine.compute_tier if on_gpu else _HOST
+            tier_of[name] = machine.compute_tier if on_gpu else _HOST
         idle = [pattern for pattern, _ in self.overrides if pattern not in used]
         if idle:
             raise DeviceMapError(
@@ -94,7 +94,7 @@ class LlamaCppPlacement:
                 f"{', '.join(repr(known.get(n, n)) for n in weights[:3])}",
                 names=tuple(idle),
             )
-        return found
+        return tier_of
 
 
 def llama_cpp_plan(
@@ -141,8 +141,8 @@ def require_host(job: Mapped) -> None:
 
 
 def _layer(name: str) -> int | None:
-    found = _LAYER.search(name)
-    return int(found[1]) if found else None
+    match = _LAYER.search(name)
+    return int(match[1]) if match else None
 
 
 def _tier(device: str, machine: Machine) -> str:
@@ -165,5 +165,5 @@ def _gguf_names(weights: Sequence[str], num_layers: int) -> dict[str, str]:
     except ImportError:
         return {}
     table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, max(num_layers, 1))
-    found = {name: table.get_name(name, try_suffixes=(".weight", ".bias")) for name in weights}
-    return {name: made for name, made in found.items() if made is not None}
+    name_of = {name: table.get_name(name, try_suffixes=(".weight", ".bias")) for name in weights}
+    return {name: made for name, made in name_of.items() if made is not None}

@@ -55,9 +55,9 @@ def rebuild_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     for root, names in by_root.items():
         prefix = f"{root}." if root else ""
         own = [name.removeprefix(prefix) for name in names]
-        found = _set_up(roots[root], own) or _of_a_twin(roots[root])
+        rebuilt = _set_up(roots[root], own) or _of_a_twin(roots[root])
         for name, inner in zip(names, own, strict=True):
-            value = found.get(inner)
+            value = rebuilt.get(inner)
             if value is not None and value.device.type != "meta":
                 values[name] = value.to(model.get_buffer(name).dtype)
     return values
@@ -88,14 +88,14 @@ def _set_up(root: Any, names: Collection[str]) -> dict[str, torch.Tensor] | None
 
 def _around(root: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
     """Return path -> module of those that own tensors and of those around them, the outermost first."""
-    found = {"": root}
+    modules = {"": root}
     for name in names:
         path = ""
         for part in name.split(".")[:-1]:
             inner = f"{path}.{part}" if path else part
-            found.setdefault(inner, found[path].get_submodule(part))
+            modules.setdefault(inner, modules[path].get_submodule(part))
             path = inner
-    return found
+    return modules
 
 
 def _initialized(
@@ -126,10 +126,10 @@ def _initialized(
 
 def _copy_of(module: nn.Module) -> nn.Module:
     """Return a module of the same attributes whose tensors and children can be exchanged."""
-    found = copy.copy(module)
+    twin = copy.copy(module)
     for held in ("_buffers", "_parameters", "_modules"):
-        vars(found)[held] = dict(vars(module)[held])
-    return found
+        vars(twin)[held] = dict(vars(module)[held])
+    return twin
 
 
 def _is_of_library(module: nn.Module) -> bool:

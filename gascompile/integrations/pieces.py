@@ -153,9 +153,9 @@ def token_mask(
     rows, num_tokens = mask.shape
     if num_tokens != call["past_key_values"].get_seq_length() + 1:
         return None
-    found = torch.zeros(rows, 1, 1, window, dtype=torch.bool)
-    found[:, 0, 0, :num_tokens] = mask
-    return found
+    seen = torch.zeros(rows, 1, 1, window, dtype=torch.bool)
+    seen[:, 0, 0, :num_tokens] = mask
+    return seen
 
 
 def ranged(piece: Mapping[str, Any], most: int) -> RangedCall:

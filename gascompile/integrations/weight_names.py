@@ -41,8 +41,8 @@ def with_model_names(model: Any, checkpoint: Checkpoint) -> Checkpoint:
             adapter has no values.
     """
     is_gguf = checkpoint.gguf is not None
-    found = with_gguf_names(model, checkpoint) if is_gguf else _of_library(model, checkpoint)
-    return with_base_names(model, found)
+    renamed = with_gguf_names(model, checkpoint) if is_gguf else _of_library(model, checkpoint)
+    return with_base_names(model, renamed)
 
 
 def _of_library(model: Any, checkpoint: Checkpoint) -> Checkpoint:
@@ -55,11 +55,11 @@ def _of_library(model: Any, checkpoint: Checkpoint) -> Checkpoint:
     if len(inner) != 1 or names & set(checkpoint.sources):
         return checkpoint
     ((path, wrapped),) = inner.items()
-    found = _apply(wrapped, checkpoint)
-    sources = {f"{path}.{name}": source for name, source in found.sources.items()}
+    inside = _apply(wrapped, checkpoint)
+    sources = {f"{path}.{name}": source for name, source in inside.sources.items()}
     return Checkpoint(
         sources={name: _renamed(source, name) for name, source in sources.items()},
-        stamps=found.stamps,
+        stamps=inside.stamps,
     )
 
 

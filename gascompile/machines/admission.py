@@ -103,10 +103,10 @@ def admit_plan(
     limit = pinned_fault(facts or look(), pinned_bytes(plan))
     if limit is not None:
         _log.warning("%s: %s", limit.detail, limit.remedy)
-    found = memory or device_memory()
+    of_device = memory or device_memory()
     tier = plan.machine.compute_tier
     needed_bytes = plan.peak_bytes[tier] + plan.machine.library_bytes(tier)
-    require_memory(found, max(needed_bytes - found.own_bytes, 0), device=plan.machine.name)
+    require_memory(of_device, max(needed_bytes - of_device.own_bytes, 0), device=plan.machine.name)
 
 
 def device_of(machine: Machine) -> torch.device:

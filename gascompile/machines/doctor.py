@@ -191,11 +191,11 @@ def _rates(machine: Machine) -> list[tuple[str, str]]:
 
 def _solver() -> list[Finding]:
     remedy = "pip install 'pulp>=3,<4' highspy"
-    found = [_package("pulp", remedy), _package("highspy", remedy)]
-    if found[1].status is Status.OK:
+    findings = [_package("pulp", remedy), _package("highspy", remedy)]
+    if findings[1].status is Status.OK:
         answer = _solve_two_variables()
         right = answer == 2.0
-        found.append(
+        findings.append(
             Finding(
                 name="solver",
                 status=Status.OK if right else Status.MISSING,
@@ -203,7 +203,7 @@ def _solver() -> list[Finding]:
                 remedy="" if right else "pip install --force-reinstall highspy",
             )
         )
-    return found
+    return findings
 
 
 def _solve_two_variables() -> float:

@@ -77,7 +77,7 @@ def _memory(fault: Fault | None, cuda: Any) -> Finding:
     if fault is not None:
         return Finding(name=name, status=Status.OK, detail="there is no GPU to ask")
     try:
-        found: DeviceMemory = device_memory(cuda=cuda)
+        memory: DeviceMemory = device_memory(cuda=cuda)
     except RuntimeError as error:
         return Finding(
             name=name,
@@ -85,12 +85,12 @@ def _memory(fault: Fault | None, cuda: Any) -> Finding:
             detail=f"the GPU does not answer: {error}",
             remedy="look at it with nvidia-smi; restart what hangs, or the driver",
         )
-    others_bytes = max(found.total_bytes - found.free_bytes - found.own_bytes, 0)
-    little = found.free_bytes < _LITTLE_SHARE * found.total_bytes
+    others_bytes = max(memory.total_bytes - memory.free_bytes - memory.own_bytes, 0)
+    little = memory.free_bytes < _LITTLE_SHARE * memory.total_bytes
     return Finding(
         name=name,
         status=Status.WARN if little else Status.OK,
-        detail=f"{format_size(found.free_bytes)} of {format_size(found.total_bytes)}; contexts, libraries and "
+        detail=f"{format_size(memory.free_bytes)} of {format_size(memory.total_bytes)}; contexts, libraries and "
         f"other processes hold {format_size(others_bytes)}",
         remedy="stop what nvidia-smi lists; without a budget, plans count on what is free"
         if little
@@ -160,6 +160,6 @@ def _direct(taken: PathTaken, faults: tuple[Fault, ...]) -> Finding:
 
 
 def _remedy(faults: tuple[Fault, ...]) -> str:
-    found = "; ".join(fault.remedy for fault in faults)
+    remedies = "; ".join(fault.remedy for fault in faults)
     unset = "unset KVIKIO_COMPAT_MODE, and look at what /usr/local/cuda/gds/tools/gdscheck -p says"
-    return f"without it, reads go through RAM: {found or unset}"
+    return f"without it, reads go through RAM: {remedies or unset}"

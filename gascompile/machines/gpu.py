@@ -152,11 +152,11 @@ def with_free_memory(machine: Machine, *, cuda: Any = torch.cuda) -> Machine:
     tier = machine.tiers.get("gpu")
     if tier is None:
         return machine
-    found = device_memory(cuda=cuda)
-    usable_bytes = (found.free_bytes + found.own_bytes) // _STEP_BYTES * _STEP_BYTES
+    memory = device_memory(cuda=cuda)
+    usable_bytes = (memory.free_bytes + memory.own_bytes) // _STEP_BYTES * _STEP_BYTES
     if usable_bytes >= tier.size_bytes:
         return machine
-    taken_bytes = max(found.total_bytes - found.free_bytes - found.own_bytes, 0)
+    taken_bytes = max(memory.total_bytes - memory.free_bytes - memory.own_bytes, 0)
     note = f"{format_size(taken_bytes)} held by contexts, libraries and other processes"
     now = replace(tier, size_bytes=usable_bytes, source=f"{tier.source}; {note}")
     return machine.with_place(now)

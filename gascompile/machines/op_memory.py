@@ -69,14 +69,15 @@ def annotate_memory(
     # An autocast is of one thread alone.
     if has_autocast():
         sites, parts = (), False
-    found = annotate(program, machine, sites=sites, parts=parts)
+    annotation = annotate(program, machine, sites=sites, parts=parts)
     if not computes_here(machine):
-        return found
-    known = _with_measured(found, cache_dir)
+        return annotation
+    known = _with_measured(annotation, cache_dir)
     ops = tuple(
-        _reserving(op, known.bytes(_kind(found.kinds, op.name))) for op in found.workload.ops
+        _reserving(op, known.bytes(_kind(annotation.kinds, op.name)))
+        for op in annotation.workload.ops
     )
-    return replace(found, workload=replace(found.workload, ops=ops))
+    return replace(annotation, workload=replace(annotation.workload, ops=ops))
 
 
 def unknown_ops(annotation: Annotation, machine: Machine, cache_dir: Path) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gascompile.capture.torch_settings import cast_suffix
-from gascompile.codegen.packed_kernels import use_wire_kernels
+from gascompile.codegen.packed_kernels import use_packed_kernels
 from gascompile.core import serial
 from gascompile.core.errors import StorageError
 from gascompile.core.machine import Machine
@@ -48,7 +48,7 @@ def measured_times(
     """
     if machine.compute_backend != "cuda":
         # What is measured is what will run.
-        use_wire_kernels(program.forms, cache_dir, make=True)
+        use_packed_kernels(program.forms, cache_dir, make=True)
     tier = machine.compute_tier
     total_s = sum(op.time_s[tier] for op in workload.ops)
     if not computes_here(machine) or total_s < _WORTH_S:

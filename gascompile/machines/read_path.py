@@ -38,12 +38,12 @@ def readable_here(machine: Machine, *, facts: GpuFacts | None = None) -> Machine
         kvikio = import_kvikio()
     except DeviceError as error:
         return _with_reads(machine, str(error), cause=NO_KVIKIO)
-    found = facts or look()
-    taken = path_taken(kvikio, found)
+    facts_here = facts or look()
+    taken = path_taken(kvikio, facts_here)
     was_direct = not machine.io.path or GPU_DIRECT in machine.io.path
     if taken.is_direct or not was_direct:
         return machine
-    remedies = "; ".join(fault.remedy for fault in storage_faults(found))
+    remedies = "; ".join(fault.remedy for fault in storage_faults(facts_here))
     why = f"GPUDirect Storage is not active, KvikIO takes {taken}. What to do: {remedies or 'gascompile doctor'}"
     return _with_reads(machine, why, cause=NO_GDS)
 

@@ -132,8 +132,8 @@ def _this_machine(cache_dir: Path, read: ProbeReader) -> Machine:
     made_folder(cache_dir)
     disproved = is_stale(remembered_path(cache_dir))
     remembered = None if disproved else remembered_machine(cache_dir)
-    found = remembered or _with_free_memory(measure_briefly(cache_dir=cache_dir, read=read))
-    return readable_here(found)
+    machine = remembered or _with_free_memory(measure_briefly(cache_dir=cache_dir, read=read))
+    return readable_here(machine)
 
 
 def _with_free_memory(machine: Machine) -> Machine:

@@ -53,15 +53,15 @@ class Grader:
             saved_s: what fused ops are predicted to save of a run, of which the plan does not know.
             waits: whether a run waits for what other machines do, so that it says nothing of this one's numbers.
         """
-        found = plan.certificate
-        self._limit_s = max(found.limit_s - saved_s, 0.0)
-        self._predicted_s = max(found.predicted_s - saved_s, 0.0)
+        certificate = plan.certificate
+        self._limit_s = max(certificate.limit_s - saved_s, 0.0)
+        self._predicted_s = max(certificate.predicted_s - saved_s, 0.0)
         self._fast_s = max(self._limit_s / UNLIKELY, self._predicted_s / FAR)
         self._profile = profile
         self._name = plan.workload.name
         self._num_slow = 0
         # Below that, what is measured is mostly the call itself.
-        self._done = found.predicted_s < _WORTH_S or waits
+        self._done = certificate.predicted_s < _WORTH_S or waits
 
     def grade(self, report: RunReport) -> None:
         """Look at one run; two comparisons where nothing is wrong."""

@@ -67,15 +67,17 @@ def calibrate(
     )
     try:
         with task("Measuring which weights matter most"):
-            found = measure_sensitivities(setting, pytree.tree_leaves((inputs[0], dict(inputs[1]))))
+            measured = measure_sensitivities(
+                setting, pytree.tree_leaves((inputs[0], dict(inputs[1])))
+            )
     except UnmeasurableError as error:
         _log.warning("the first layers are taken to matter most, as measuring failed: %s", error)
         return None
-    data = {name: asdict(value) for name, value in sorted(found.items())}
+    data = {name: asdict(value) for name, value in sorted(measured.items())}
     text = json.dumps({"format": _FORMAT, "weights": data}, indent=1)
     path.parent.mkdir(parents=True, exist_ok=True)
     serial.write_atomic(path, text + "\n")
-    return found
+    return measured
 
 
 def _key(matrices: Sequence[str], weights: Weights) -> str:

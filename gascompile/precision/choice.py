@@ -22,7 +22,7 @@ from gascompile.core.sources import WeightSource
 from gascompile.formats.allocation import CEILINGS, TARGETS, UNMEASURED_CEILINGS, Choice, allocate
 from gascompile.formats.dtypes import FLOATING, is_lossless
 from gascompile.formats.layout import DEFAULT_GROUPS, FORMS, LOW_BITS, is_read_packed
-from gascompile.formats.ops import FormSpec, wire_matrix
+from gascompile.formats.ops import FormSpec, transfer_matrix
 from gascompile.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def choose_forms(
             f"no weight of '{program.name}' can move as {weights}: that is for the matrices of linear layers and "
             f"embeddings from {LEAST_BYTES >> 10} KiB on; leave weights= out"
         )
-    found: dict[str, FormSpec] = {}
+    forms: dict[str, FormSpec] = {}
     for name, bound in program.bound.items():
         if name in program.states or bound.dtype not in FLOATING or bound.stride is not None:
             continue
@@ -122,10 +122,10 @@ def choose_forms(
         if has_blocks or _bits(wire) >= _bits(kept):
             wire = kept
         if wire != bound.dtype or name in heads:
-            found[name] = FormSpec(
+            forms[name] = FormSpec(
                 stored=stored[name], wire=wire, interleaved_heads=heads.get(name, 0)
             )
-    return found
+    return forms
 
 
 def matrices_to_pack(program: Program) -> list[str]:
@@ -181,14 +181,14 @@ def _gains(
 
 
 def _size_bytes(form: str, shape: tuple[int, ...]) -> int:
-    dtype, size = wire_matrix(form, shape[0], shape[1], DEFAULT_GROUPS.get(form, 0))
+    dtype, size = transfer_matrix(form, shape[0], shape[1], DEFAULT_GROUPS.get(form, 0))
     element: torch.dtype = getattr(torch, dtype)
     return math.prod(size) * element.itemsize
 
 
 def _matrices(program: Program) -> dict[str, _Uses]:
     """Return the large matrices that linear layers and embeddings alone read, each with which of them do."""
-    found: dict[str, _Uses] = {}
+    uses_of: dict[str, _Uses] = {}
     order: dict[str, int] = {}
     places = {node: place for place, node in enumerate(program.graph_module.graph.nodes)}
     for node in places:
@@ -207,9 +207,9 @@ def _matrices(program: Program) -> dict[str, _Uses]:
             or (user.target is _EMBEDDING and user.args[0] is node)
         }
         if uses and all(user.target in uses for user in node.users):
-            found[name] = uses
+            uses_of[name] = uses
             order[name] = min(places[user] for user in node.users)
-    return {name: found[name] for name in sorted(found, key=lambda name: order[name])}
+    return {name: uses_of[name] for name in sorted(uses_of, key=lambda name: order[name])}
 
 
 def _bits(form: str) -> int:

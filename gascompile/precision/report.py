@@ -54,7 +54,7 @@ def format_report(program: Program, weights: Weights) -> FormatReport:
     """Return the forms that the weights of ``program`` move in.
 
     Args:
-        program: with its weights in their wire forms.
+        program: with its weights in their transfer formats.
         weights: where they lie; the store's files say what converting lost.
 
     Raises:
@@ -62,7 +62,7 @@ def format_report(program: Program, weights: Weights) -> FormatReport:
         FormatError: a file of the store is damaged.
     """
     lost: dict[str, Mapping[str, float]] = {}
-    found = []
+    formats = []
     size_bytes: dict[str, int] = {}
     for name, source in sorted(weights.sources.items()):
         paths = {extent.path for extent in source.extents}
@@ -71,7 +71,7 @@ def format_report(program: Program, weights: Weights) -> FormatReport:
         bound, forms = program.bound[name], program.forms.get(name)
         wire = forms.wire if forms else bound.dtype
         size_bytes[wire] = size_bytes.get(wire, 0) + bound.size_bytes
-        found.append(
+        formats.append(
             WeightFormat(
                 name=name,
                 stored=forms.stored if forms else bound.dtype,
@@ -82,18 +82,18 @@ def format_report(program: Program, weights: Weights) -> FormatReport:
             )
         )
     return FormatReport(
-        weights=tuple(found),
+        weights=tuple(formats),
         size_bytes=size_bytes,
-        relative_error=max((w.relative_error for w in found), default=0.0),
+        relative_error=max((w.relative_error for w in formats), default=0.0),
     )
 
 
-def output_error(found: Any, exact: Any) -> MeasuredError:
+def output_error(outputs: Any, exact: Any) -> MeasuredError:
     """Return how far the outputs of one call are from those of another of the same structure."""
     pairs = [
         (pytree.keystr(path), value, wanted)
         for (path, value), (_, wanted) in zip(
-            pytree.tree_flatten_with_path(found)[0],
+            pytree.tree_flatten_with_path(outputs)[0],
             pytree.tree_flatten_with_path(exact)[0],
             strict=True,
         )

@@ -206,10 +206,10 @@ class _Back(SensitivityWalk):
             return
         features = directions[0].shape[-1]
         flat = torch.cat([d.reshape(-1, features) for d in directions])
-        found = flat.new_zeros((flat.shape[0], x.shape[-1]))
+        product = flat.new_zeros((flat.shape[0], x.shape[-1]))
         for begin, end in self.blocks(name):
-            found.addmm_(flat[:, begin:end], self.block(name, begin, end))
-        parts = [part.view(x.shape) for part in found.chunk(len(directions))]
+            product.addmm_(flat[:, begin:end], self.block(name, begin, end))
+        parts = [part.view(x.shape) for part in product.chunk(len(directions))]
         _add(arriving, (source, 0), parts)
 
     def _add_gain(self, name: str, directions: list[torch.Tensor], between: torch.Tensor) -> None:
@@ -272,12 +272,12 @@ class _Back(SensitivityWalk):
 
     def _reached(self) -> set[fx.Node]:
         """Return the nodes whose values depend on a weight that is measured."""
-        found: set[fx.Node] = set()
+        reached: set[fx.Node] = set()
         for node in self.nodes:
             read = node.all_input_nodes
-            if any(n in found or self.weights.get(n) in self.setting.matrices for n in read):
-                found.update((node, *written(node)))
-        return found
+            if any(n in reached or self.weights.get(n) in self.setting.matrices for n in read):
+                reached.update((node, *written(node)))
+        return reached
 
 
 def _add(arriving: _Arriving, key: tuple[fx.Node, int], parts: Sequence[torch.Tensor]) -> None:

@@ -159,12 +159,12 @@ class SensitivityWalk:
         bias = node.kwargs.get("bias", bias)
         name = self.weights[as_node(weight)]
         operand = values[as_node(x)]
-        found = []
+        parts = []
         for begin, end in self.blocks(name):
             block = self.block(name, begin, end)
             self.seen(name, block)
-            found.append(torch.nn.functional.linear(operand, block))
-        result = torch.cat(found, -1)
+            parts.append(torch.nn.functional.linear(operand, block))
+        result = torch.cat(parts, -1)
         if isinstance(bias, fx.Node):
             result += self.arguments(node, values)[0][2] if bias in self.weights else values[bias]
         return result
@@ -181,8 +181,8 @@ class SensitivityWalk:
     def block(self, name: str, begin: int, end: int) -> torch.Tensor:
         """Return some rows of a matrix in the dtype that is computed in."""
         columns = self.setting.program.bound[name].shape[1]
-        found = self._rows.rows(self.setting.sources[name], begin, end, columns)
-        return self._computed(name, found)
+        stored = self._rows.rows(self.setting.sources[name], begin, end, columns)
+        return self._computed(name, stored)
 
     def _computed(self, name: str, stored: torch.Tensor) -> torch.Tensor:
         dtype: torch.dtype = getattr(torch, self.setting.program.bound[name].dtype)
@@ -190,17 +190,17 @@ class SensitivityWalk:
 
     def _gathered(self, name: str, ids: torch.Tensor) -> torch.Tensor:
         unique, places = ids.unique(return_inverse=True)
-        found = [self.block(name, int(row), int(row) + 1) for row in unique]
-        return torch.cat(found or [self.block(name, 0, 1)])[places]
+        rows = [self.block(name, int(row), int(row) + 1) for row in unique]
+        return torch.cat(rows or [self.block(name, 0, 1)])[places]
 
     def weight_of(self, node: fx.Node, target: object, place: int) -> str | None:
         """Return the weight that argument ``place`` of ``target`` is, if it is one and not the other operand."""
         if node.target is not target or len(node.args) <= place:
             return None
-        found = node.args[place]
-        if not isinstance(found, fx.Node) or node.args[1 - place] is found:
+        argument = node.args[place]
+        if not isinstance(argument, fx.Node) or node.args[1 - place] is argument:
             return None
-        return self.weights.get(found)
+        return self.weights.get(argument)
 
     def _last_uses(self) -> dict[fx.Node, list[fx.Node]]:
         """Return by node the values that no later op needs."""
@@ -210,10 +210,10 @@ class SensitivityWalk:
             for used in node.all_input_nodes:
                 last[used] = node
             last.setdefault(node, node)
-        found: dict[fx.Node, list[fx.Node]] = {}
+        frees: dict[fx.Node, list[fx.Node]] = {}
         for used, node in last.items():
-            found.setdefault(node, []).append(used)
-        return found
+            frees.setdefault(node, []).append(used)
+        return frees
 
 
 def written(node: fx.Node) -> list[fx.Node]:

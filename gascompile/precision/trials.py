@@ -10,7 +10,7 @@ from gascompile.core.errors import InfeasiblePlanError, UnsupportedOpError
 from gascompile.core.program import Program
 from gascompile.core.sizes import format_time
 from gascompile.formats.layout import is_read_packed
-from gascompile.passes.graph.change_formats import change_forms
+from gascompile.passes.graph.change_formats import change_formats
 from gascompile.precision.choice import TRIED as PACKED
 from gascompile.precision.choice import choose_forms, is_stored_losslessly
 from gascompile.precision.sensitivity import Sensitivity
@@ -35,7 +35,7 @@ class Forming:
     """Given the program that moves its weights as they are stored, gives their sensitivities; called once at most."""
     interleaved: Mapping[str, int] = field(default_factory=dict)
     """Heads of the weights whose rows lie pair by pair in their file."""
-    _found: list[Mapping[str, Sensitivity] | None] = field(default_factory=list)
+    _measured: list[Mapping[str, Sensitivity] | None] = field(default_factory=list)
 
     def formed(self, weights: str | None, predicted_s: Callable[[Program], float]) -> Program:
         """Return the program as ``weights`` asks for it; ``auto`` needs ``predicted_s``.
@@ -48,17 +48,17 @@ class Forming:
 
     def _in(self, weights: str | None) -> Program:
         is_packed = any(map(is_read_packed, self.stored.values()))
-        found = self._sensitivities() if weights in PACKED and not is_packed else None
-        forms = choose_forms(self.program, self.stored, weights, found, self.interleaved)
-        return change_forms(self.program, forms)
+        sensitivities = self._sensitivities() if weights in PACKED and not is_packed else None
+        forms = choose_forms(self.program, self.stored, weights, sensitivities, self.interleaved)
+        return change_formats(self.program, forms)
 
     def _sensitivities(self) -> Mapping[str, Sensitivity] | None:
-        if not self._found:
-            found = None
+        if not self._measured:
+            measured = None
             if self.measured is not None and is_stored_losslessly(self.program, self.stored):
-                found = self.measured(self._in(None))
-            self._found.append(found)
-        return self._found[0]
+                measured = self.measured(self._in(None))
+            self._measured.append(measured)
+        return self._measured[0]
 
 
 @dataclass(frozen=True, slots=True)

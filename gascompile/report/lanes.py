@@ -40,14 +40,14 @@ def lanes(plan: Plan, trace: Trace) -> tuple[PictureLane, ...]:
     """Return a lane for each processor and each link, cut at the ends of the iteration."""
     sites = list(dict.fromkeys([plan.machine.compute_tier, *(span.site for span in trace.ops)]))
     waiting = _waiting(trace)
-    found = []
+    pictured = []
     for site in sites:
         spans = [
             Span(s.begun_s, s.ended_s, RECOMPUTED if s.recomputed else OP, plan.ops[s.op].name)
             for s in trace.ops
             if s.site == site
         ]
-        found.append(
+        pictured.append(
             PictureLane(f"{site} computes", "", (*spans, *(waiting if site == sites[0] else ())))
         )
     last_s = end_s(trace)
@@ -59,8 +59,8 @@ def lanes(plan: Plan, trace: Trace) -> tuple[PictureLane, ...]:
         ]
         busy = sum(span.ended_s - span.begun_s for span in spans) / last_s
         size = format_size(trace.link_bytes.get(link, 0))
-        found.append(PictureLane(link, f"{busy:.0%} busy, {size}", tuple(spans)))
-    return tuple(found)
+        pictured.append(PictureLane(link, f"{busy:.0%} busy, {size}", tuple(spans)))
+    return tuple(pictured)
 
 
 def _waiting(trace: Trace) -> tuple[Span, ...]:

@@ -175,25 +175,25 @@ def _memory(plan: Plan, trace: Trace) -> list[dict[str, Any]]:
 
 def _briefs(plan: Plan, trace: Trace, num_explained: int) -> list[Brief]:
     """Return a line for each tensor; those that matter most have their alternatives' price in it."""
-    found = {brief.name: brief for brief in briefly(plan, trace)}
-    worst = sorted(found.values(), key=lambda brief: (-brief.stall_s, -brief.moved_bytes))
+    brief_of = {brief.name: brief for brief in briefly(plan, trace)}
+    worst = sorted(brief_of.values(), key=lambda brief: (-brief.stall_s, -brief.moved_bytes))
     for brief in worst[:num_explained]:
         said = explain(plan, brief.name)
         if isinstance(said, TensorExplanation) and said.reason:
-            found[brief.name] = replace(brief, why=f"{brief.why}; {said.reason}")
-    return list(found.values())
+            brief_of[brief.name] = replace(brief, why=f"{brief.why}; {said.reason}")
+    return list(brief_of.values())
 
 
-def _variants(plan: Plan, found: WhatIf | None) -> list[Row]:
-    if found is None:
+def _variants(plan: Plan, whatif: WhatIf | None) -> list[Row]:
+    if whatif is None:
         return []
     rows = []
-    for variant in found.variants:
+    for variant in whatif.variants:
         name = change_of(plan, variant)
         if variant.predicted_s is None or variant.change_s is None:
             rows.append([name, f"needs {format_size(variant.required_bytes or 0)}", "", ""])
             continue
-        speedup = variant.speedup(found.base_s)
+        speedup = variant.speedup(whatif.base_s)
         proven = variant.proven_change_s
         rows.append(
             [

@@ -155,9 +155,9 @@ class CheckpointReader(StorageReader):
         piece = next(p for p in stored.pieces if p.offsets == tuple(index.offset or ()))
         dtype: torch.dtype = getattr(torch, stored.dtype)
         if not piece.sizes:
-            found = torch.empty((), dtype=dtype)
-            files.read(piece, 0, found)
-            return found
+            number = torch.empty((), dtype=dtype)
+            files.read(piece, 0, number)
+            return number
         rows = torch.empty((lengths[0], *piece.sizes[1:]), dtype=dtype)
         skipped = offsets[0] * math.prod(piece.sizes[1:]) * dtype.itemsize
         files.read(piece, skipped, rows)
@@ -268,12 +268,12 @@ class CheckpointWriter(StorageWriter):
 def newest_of(folder: str | os.PathLike[str]) -> Path:
     """Return a checkpoint, or the newest in a folder of them; raises ``CheckpointError``."""
     path = Path(folder)
-    found = found_in(path)
-    if not found and not (path / MANIFEST).is_file():
+    saved = found_in(path)
+    if not saved and not (path / MANIFEST).is_file():
         raise CheckpointError(
             f"there is no checkpoint in {path}; pass the folder that save was given"
         )
-    return found[-1] if found else path
+    return saved[-1] if saved else path
 
 
 def consolidate(
@@ -393,6 +393,6 @@ def _part(item: WriteItem, planner: SavePlanner) -> Part:
 
 
 def _resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
-    found = planner.resolve_data(item)
-    assert isinstance(found, torch.Tensor), "others were refused"
-    return found.cpu()
+    tensor = planner.resolve_data(item)
+    assert isinstance(tensor, torch.Tensor), "others were refused"
+    return tensor.cpu()

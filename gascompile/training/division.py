@@ -113,10 +113,10 @@ def divide(
     search = _Search(attempt, compare, gains, gap)
     whole, best = search.run(sizes)
     place, step = search.made(best)
-    for trial, made in search.found:
+    for trial, made in search.tried:
         if trial is not best and made is not None:
             keep(*made)
-    num_tried = sum(not trial.beside for trial, _ in search.found) - 1
+    num_tried = sum(not trial.beside for trial, _ in search.tried) - 1
     division = RankDivision(chosen=best, whole=whole, sizes=sizes, num_tried=num_tried)
     return place, step, division
 
@@ -126,7 +126,7 @@ class _Search:
         self, attempt: Attempt, compare: Compare, gains: Callable[[PlannedStep], bool], gap: float
     ) -> None:
         self._attempt, self._compare, self._gains, self._gap = attempt, compare, gains, gap
-        self.found: list[tuple[DivisionTrial, Made | None]] = []
+        self.tried: list[tuple[DivisionTrial, Made | None]] = []
         """Divisions, and this rank's steps where its budget has room for them."""
         self._errors: list[InfeasiblePlanError] = []
 
@@ -151,7 +151,7 @@ class _Search:
             InfeasiblePlanError: this rank's budget is too small, whatever is divided.
             RankError: another rank's is.
         """
-        made = next(made for trial, made in self.found if trial is best)
+        made = next(made for trial, made in self.tried if trial is best)
         if best.time_s is None or made is None:
             if self._errors:
                 raise min(self._errors, key=lambda error: error.required_bytes)
@@ -187,7 +187,7 @@ class _Search:
         time_s = max(times) * MICROSECOND if min(times) else None
         ops_s = max(ops) * MICROSECOND
         trial = DivisionTrial(stages=stages, time_s=time_s, ops_s=ops_s, beside=beside)
-        self.found.append((trial, made))
+        self.tried.append((trial, made))
         return trial, any(gains)
 
 

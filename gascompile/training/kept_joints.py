@@ -96,10 +96,10 @@ def joint_of(
     return joint, NewJoint.of(place, joint) if place.traced else None
 
 
-def bound_joint(place: CachedPlan, found: KeptCapture, model: nn.Module) -> Joint | None:
+def bound_joint(place: CachedPlan, kept: KeptCapture, model: nn.Module) -> Joint | None:
     """Return a kept trace, bound to the model of today; ``None`` where it does not fit."""
     try:
-        program, facts = found.program, found.facts
+        program, facts = kept.program, kept.facts
         _, tensors = named_tensors(model)
         graph = program.graph_module.graph
         names = [spec.name for spec in program.inputs]
@@ -107,7 +107,7 @@ def bound_joint(place: CachedPlan, found: KeptCapture, model: nn.Module) -> Join
         read, num_inputs = facts["outside"], facts["inputs"]
         for number, name in enumerate(names[num_inputs:]):
             is_read = number < len(read)
-            outside[name] = place.printed.tensors[read[number]] if is_read else found.held[name]
+            outside[name] = place.printed.tensors[read[number]] if is_read else kept.held[name]
         listed: Any = graph.output_node().args[0]
         results = iter(listed)
         outputs = tuple(next(results) for _ in range(facts["outputs"]))
@@ -125,7 +125,7 @@ def bound_joint(place: CachedPlan, found: KeptCapture, model: nn.Module) -> Join
             outputs=outputs,
             out_spec=pytree.tree_structure((0,)),
             tensors={name: tensors[name] for name in dict.fromkeys(program.bindings.values())},
-            record=found.known,
+            record=kept.known,
             **groups,
         )
     except (KeyError, IndexError, TypeError, StopIteration, ValueError) as error:

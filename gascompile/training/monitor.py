@@ -72,12 +72,12 @@ class Monitor:
         Raises:
             ValueError: no step has run.
         """
-        found = self.scalars(loss)
+        scalars = self.scalars(loss)
         self._num_seen += 1
         for writer in self._writers:
-            for name, value in found.items():
+            for name, value in scalars.items():
                 writer.add_scalar(f"train/{name}", value, self._step.num_steps)
-        shown = line(self._step.num_steps, found)
+        shown = line(self._step.num_steps, scalars)
         if self._live is not None:
             from rich.text import Text
 
@@ -90,18 +90,18 @@ class Monitor:
         run = self._step.last_run
         if run is None:
             raise ValueError("no step has run yet; call step(batch) first")
-        found = {"loss": float(loss), "time_s": run.seconds, "stall_s": run.stall_s}
-        found["share_of_limit"] = run.share_of_limit
-        found |= {f"peak_bytes/{tier}": float(size) for tier, size in run.peak_bytes.items()}
-        found |= {f"moved_bytes/{link}": float(size) for link, size in run.link_bytes.items()}
+        scalars = {"loss": float(loss), "time_s": run.seconds, "stall_s": run.stall_s}
+        scalars["share_of_limit"] = run.share_of_limit
+        scalars |= {f"peak_bytes/{tier}": float(size) for tier, size in run.peak_bytes.items()}
+        scalars |= {f"moved_bytes/{link}": float(size) for link, size in run.link_bytes.items()}
         for number, group in enumerate(self._step.optimizer.param_groups):
-            found[f"lr/{number}"] = float(group["lr"])
+            scalars[f"lr/{number}"] = float(group["lr"])
         for rank, of_rank in enumerate(
             self._step.ranks.runs if self._step.ranks is not None else ()
         ):
             told = asdict(of_rank)
-            found |= {f"ranks/{rank}/{name}": float(value) for name, value in told.items()}
-        return found
+            scalars |= {f"ranks/{rank}/{name}": float(value) for name, value in told.items()}
+        return scalars
 
     def __enter__(self) -> Self:
         if self._is_shown and self._stream.isatty():

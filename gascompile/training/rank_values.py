@@ -10,11 +10,11 @@ import torch
 
 def memory_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the memory of tensors as bytes, once where several share it."""
-    found = {}
+    memory_at = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        found[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(storage)
-    return [memory for memory in found.values() if memory.numel()]
+        memory_at[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(storage)
+    return [memory for memory in memory_at.values() if memory.numel()]
 
 
 def digest_of(memory: Sequence[torch.Tensor]) -> bytes:

@@ -126,7 +126,7 @@ class SavedPlans:
         Raises:
             PlanMismatchError: it is neither this machine nor the given one.
         """
-        found = self._files[0].plan.machine
+        planned_for = self._files[0].plan.machine
         here = {this_machine_name(), emulated_name(host_name())} if given is None else {given.name}
         for files in self._files:
             if (name := files.plan.machine.name) not in here:
@@ -134,7 +134,7 @@ class SavedPlans:
                     f"the plan in {files.folder} was made for the machine '{name}', this is '{min(here)}'; compile "
                     "again here, or pass machine= as it was planned for"
                 )
-        return found
+        return planned_for
 
     def require_budget(self, limits_bytes: Mapping[str, int]) -> None:
         """Refuse another budget than that of the plans.
@@ -167,7 +167,7 @@ class SavedPlans:
                 f"{place.printed.opaque[0]}, which cannot be compared with {self._folder}"
             )
         differ = [(self._different(files, place), files) for files in self._files]
-        fewest, files = min(differ, key=lambda found: len(found[0]))
+        fewest, files = min(differ, key=lambda pair: len(pair[0]))
         if fewest:
             raise PlanMismatchError(
                 f"{self._folder} has no plan for this: the closest, {files.folder.name}, was made for other "

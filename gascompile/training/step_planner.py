@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -57,7 +56,6 @@ if TYPE_CHECKING:
     from gascompile.training.pipeline.pipeline import Pipeline, PipelineStage
     from gascompile.training.rank_step import RankStep
 
-_log = logging.getLogger(__name__)
 _BUFFERS = 4
 """Parts of the transfer buffers: out and in, of what persists and of activations."""
 
@@ -147,15 +145,15 @@ class StepPlanner(StagePlanner):
             return place, None
         with task("Reading the plan"):
             try:
-                found = with_shapes(self.states, storages, lambda: bound_step(place, bundle, *own))
+                step = with_shapes(self.states, storages, lambda: bound_step(place, bundle, *own))
             except (PlanVerificationError, FormatError) as error:
                 if self._saved is not None:
                     raise
                 place.refuse(error)
                 return place, None
             if self._saved is not None:
-                self._saved.check(found)
-        return place, found
+                self._saved.check(step)
+        return place, step
 
     def _place(self, batch: Any, options: StepOptions, storages: Storages) -> CachedPlan:
         look = partial(
@@ -189,8 +187,8 @@ class StepPlanner(StagePlanner):
                 self._draw_by_rows(joint, batch, storages, options)
             trained = list(joint.gradients) if options.trains else []
             rules = rules_of(self.optimizer, joint.tensors, storages, trained, self._settings)
-            found = step_program(joint, rules, name=name, options=options)
-            return with_packed(found, self._job.packed), rules, joint, new
+            made = step_program(joint, rules, name=name, options=options)
+            return with_packed(made, self._job.packed), rules, joint, new
 
         is_beside = rank_overlap.is_wanted(self._settings.beside) and not options.calls
         what = id(batch), options, self._settings.stages
@@ -287,7 +285,7 @@ class StepPlanner(StagePlanner):
         if stage is not None and self.pipeline is not None:
             workload = self.pipeline.with_waits(workload, stage, self._machine.compute_tier)
 
-        def found(reserved_bytes: int) -> Plan:
+        def planned(reserved_bytes: int) -> Plan:
             return step_plan(
                 workload,
                 self._machine,
@@ -299,9 +297,9 @@ class StepPlanner(StagePlanner):
 
         state = state_bytes(self.optimizer) if self._settings.unplanned else 0
         try:
-            return found(state)
+            return planned(state)
         except InfeasiblePlanError:
             if not state or self.states is None:
                 raise
             # Steps go on beyond the budget, with a warning, once the optimizer has made its state: so does the rest.
-            return found(0)
+            return planned(0)

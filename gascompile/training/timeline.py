@@ -133,12 +133,12 @@ def measured_trace(plan: Plan, recording: Recording) -> Trace:
 
 
 def _op_spans(plan: Plan, moments: Sequence[Moment]) -> list[OpSpan]:
-    found = []
+    spans = []
     for moment in moments:
         if isinstance(moment.step, (Compute, Recompute)):
             again = isinstance(moment.step, Recompute)
             op = moment.step.source if isinstance(moment.step, Recompute) else moment.step.op
-            found.append(
+            spans.append(
                 OpSpan(
                     op=op,
                     site=plan.ops[op].site,
@@ -147,7 +147,7 @@ def _op_spans(plan: Plan, moments: Sequence[Moment]) -> list[OpSpan]:
                     recomputed=again,
                 )
             )
-    return found
+    return spans
 
 
 class _Transfers:
@@ -264,13 +264,13 @@ def _is_elsewhere(plan: Plan, moment: Moment, own: str) -> bool:
 def _uses(plan: Plan) -> dict[str, str]:
     """Return what each tensor that persists is counted as, like in a predicted trace."""
     leaving = {step.tensor for step in plan.steps if isinstance(step, Release)}
-    found = {}
+    kind_of = {}
     for tensor in plan.workload.tensors:
         if tensor.kind is TensorKind.STATE:
-            found[tensor.name] = STATES
+            kind_of[tensor.name] = STATES
         elif tensor.kind is TensorKind.WEIGHT:
-            found[tensor.name] = STREAMED if tensor.name in leaving else WEIGHTS
-    return found
+            kind_of[tensor.name] = STREAMED if tensor.name in leaving else WEIGHTS
+    return kind_of
 
 
 class _Curve:

@@ -54,7 +54,7 @@ class StepUnit:
         """Run it and compare what it took with the plan: see ``Executor.run``."""
         executor = self.executor
         run = executor.run if recording is None else partial(executor.run_recorded, recording)
-        found = run(*inputs)
+        outputs = run(*inputs)
         assert executor.last_run is not None, "each run is measured"
         self.grader.grade(executor.last_run)
         # A device's memory is the budget's: what the user gets lies with the user.
@@ -62,7 +62,7 @@ class StepUnit:
             x.to("cpu", copy=True)
             if isinstance(x, torch.Tensor) and not executor.computes_on_host
             else x
-            for x in found
+            for x in outputs
         )
         return tuple(on_host), executor.last_run
 

@@ -83,16 +83,16 @@ class UnitTable:
         Raises:
             CaptureError: names one that changes.
         """
-        found = [
+        alike = [
             u
             for (k, up, _), units in self._units.items()
             for u in units
             if (k, up) == (kind, updates)
         ]
-        if len(found) >= _MOST_VALUES:
+        if len(alike) >= _MOST_VALUES:
             raise CaptureError(
-                f"{len(found)} plans were made for batches of one shape, and a value that the loss reads in Python "
-                f"has changed again: {found[-1].basis.changed()}. Keep it in a buffer of the model, or pass it in "
+                f"{len(alike)} plans were made for batches of one shape, and a value that the loss reads in Python "
+                f"has changed again: {alike[-1].basis.changed()}. Keep it in a buffer of the model, or pass it in "
                 "the batch as a tensor; it then changes without another plan"
             )
 
@@ -105,6 +105,6 @@ class UnitTable:
 
     def clear(self) -> list[StepUnit]:
         """Forget all units and return them."""
-        found = list(self)
+        units = list(self)
         self._units.clear()
-        return found
+        return units

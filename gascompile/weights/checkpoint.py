@@ -79,8 +79,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     sources = {}
     stamps = []
     for file in files:
-        found, stamp = _read_header(file)
-        for name, source in found.items():
+        of_file, stamp = _read_header(file)
+        for name, source in of_file.items():
             if name in sources:
                 raise CheckpointError(
                     f"the weight '{name}' stands in {sources[name].extents[0].path} and in {file}; "
@@ -318,14 +318,14 @@ def open_checkpoint_of(model: nn.Module, path: Path) -> Checkpoint:
         CheckpointError: as ``open_checkpoint``; or the names of a library's model cannot be used in place, or what
             is packed is no layer whose rows are its outputs.
     """
-    found = open_checkpoint(path)
+    checkpoint = open_checkpoint(path)
     for library in model_libraries():
-        found = library.with_model_names(model, found)
-    if any(packing_of(source.dtype) for source in found.sources.values()):
+        checkpoint = library.with_model_names(model, checkpoint)
+    if any(packing_of(source.dtype) for source in checkpoint.sources.values()):
         from gascompile.weights.quantised import require_layers
 
-        require_layers(model, found.sources, str(path))
-    return found
+        require_layers(model, checkpoint.sources, str(path))
+    return checkpoint
 
 
 def has_own_values(model: nn.Module) -> set[str]:

@@ -1,4 +1,4 @@
-"""Weights converted to their wire forms once, in a file of the weight store that is read like any safetensors file.
+"""Weights converted to their transfer formats once, in a file of the store that is read like any safetensors file.
 
 The file's name is a hash of what it is made from: the stamps of the source files, where each weight lies in
 them, and its form. Weights are streamed through block by block, so memory stays small whatever the model;
@@ -24,7 +24,7 @@ from gascompile.core.progress import task
 from gascompile.core.sizes import PAGE_BYTES, align_up
 from gascompile.core.sources import FileStamp, WeightSource
 from gascompile.formats.layout import DEFAULT_GROUPS, FORMS, LAYOUT
-from gascompile.formats.ops import wire_matrix
+from gascompile.formats.ops import transfer_matrix
 from gascompile.formats.quantize import pack, squared_error
 from gascompile.weights.checkpoint import (
     Checkpoint,
@@ -66,22 +66,22 @@ class Item:
         return math.prod(self.source.shape), 1
 
     @property
-    def wire_shape(self) -> tuple[str, tuple[int, ...]]:
+    def transfer_shape(self) -> tuple[str, tuple[int, ...]]:
         """Dtype and shape in the store."""
         if self.wire in FORMS:
-            return wire_matrix(self.wire, *self.matrix, self.group)
+            return transfer_matrix(self.wire, *self.matrix, self.group)
         return self.wire, self.source.shape
 
     @property
     def size_bytes(self) -> int:
         """Bytes in the store."""
-        name, shape = self.wire_shape
+        name, shape = self.transfer_shape
         dtype: torch.dtype = getattr(torch, name)
         return math.prod(shape) * dtype.itemsize
 
 
 def converted(items: Mapping[str, Item], stamps: Sequence[FileStamp], store: Path) -> Checkpoint:
-    """Return where the wire forms of ``items`` lie, which are written into ``store`` unless they are there.
+    """Return where the transfer formats of ``items`` lie, which are written into ``store`` unless they are there.
 
     Args:
         items: weights by the name that the program has for them.
@@ -147,11 +147,11 @@ def _holds(path: Path, advance: Advance) -> bool:
     with open(path, "rb") as stream:
         header = stream.read(8)
         header += stream.read(min(int.from_bytes(header, "little"), size_bytes))
-    found = json.loads(header[8:])["__metadata__"][_CONTENT]
+    said = json.loads(header[8:])["__metadata__"][_CONTENT]
     state = Hash()
     state.add_file(path, len(header), size_bytes - len(header), advance)
-    state.add(header.replace(found.encode(), _NO_CONTENT.encode(), 1))
-    return bool(state.text() == found)
+    state.add(header.replace(said.encode(), _NO_CONTENT.encode(), 1))
+    return bool(state.text() == said)
 
 
 def _write(items: Mapping[str, Item], stamps: Sequence[FileStamp], target: Path) -> None:
@@ -180,7 +180,7 @@ def _write(items: Mapping[str, Item], stamps: Sequence[FileStamp], target: Path)
 
 
 def _itemsize(item: Item) -> int:
-    dtype: torch.dtype = getattr(torch, item.wire_shape[0])
+    dtype: torch.dtype = getattr(torch, item.transfer_shape[0])
     return dtype.itemsize
 
 
@@ -205,7 +205,7 @@ def _header(
     }
     position = 0
     for name in order:
-        dtype, shape = items[name].wire_shape
+        dtype, shape = items[name].transfer_shape
         end = position + items[name].size_bytes
         entries[name] = {
             "dtype": file_dtype(dtype),
@@ -220,7 +220,7 @@ def _header(
 
 
 def _convert(item: Item, out: _Hashed, advance: Callable[[int], None]) -> float:
-    """Write one weight in its wire form and return its relative error."""
+    """Write one weight in its transfer format and return its relative error."""
     wrong = total = 0.0
     for block in _blocks(item):
         try:

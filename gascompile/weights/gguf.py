@@ -163,13 +163,13 @@ def _parse(cursor: _Cursor) -> tuple[dict[str, Scalar], dict[str, WeightSource]]
     alignment = _number(metadata, "general.alignment", 32)
     if alignment < 8 or alignment & (alignment - 1) or alignment > _CHUNK_BYTES:
         raise cursor.corrupt(f"an alignment of {alignment}")
-    found: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
+    entries: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
     for _ in range(num_tensors):
         name, entry = _tensor(cursor, alignment)
-        if name in found:
+        if name in entries:
             raise cursor.corrupt(f"the tensor '{name}' twice")
-        found[name] = entry
-    return metadata, _sources(cursor, found, align_up(cursor.position, alignment))
+        entries[name] = entry
+    return metadata, _sources(cursor, entries, align_up(cursor.position, alignment))
 
 
 def _number(metadata: Mapping[str, Scalar], key: str, otherwise: int) -> int:
@@ -240,12 +240,12 @@ def _tensor(cursor: _Cursor, alignment: int) -> tuple[str, tuple[str, tuple[int,
 
 def _sources(
     cursor: _Cursor,
-    found: Mapping[str, tuple[str, tuple[int, ...], int, int]],
+    entries: Mapping[str, tuple[str, tuple[int, ...], int, int]],
     data_start: int,
 ) -> dict[str, WeightSource]:
     path, previous = str(cursor.file.resolve()), 0
     sources = {}
-    for name, (dtype, shape, offset, size_bytes) in sorted(found.items(), key=lambda e: e[1][2]):
+    for name, (dtype, shape, offset, size_bytes) in sorted(entries.items(), key=lambda e: e[1][2]):
         if offset < previous:
             raise cursor.corrupt(f"a tensor '{name}' that begins inside of another")
         previous = offset + size_bytes

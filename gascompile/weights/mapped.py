@@ -46,8 +46,8 @@ def mapped_weights(tensors: Mapping[str, torch.Tensor]) -> Checkpoint:
     What is not proven is left out: other systems, tensors with gaps, pages that were written to, files that were
     replaced since.
     """
-    maps = [found for found in _maps() if found.path.suffix == ".safetensors"]
-    begins = [found.begin for found in maps]
+    maps = [mapping for mapping in _maps() if mapping.path.suffix == ".safetensors"]
+    begins = [mapping.begin for mapping in maps]
     sources: dict[str, WeightSource] = {}
     stamps: dict[Path, FileStamp | None] = {}
     for name, tensor in tensors.items() if maps else ():
@@ -55,15 +55,15 @@ def mapped_weights(tensors: Mapping[str, torch.Tensor]) -> Checkpoint:
         if tensor.device.type != "cpu" or not tensor.is_contiguous() or not size_bytes:
             continue
         address = tensor.data_ptr()
-        found = maps[max(bisect_right(begins, address) - 1, 0)]
-        if not found.begin <= address <= address + size_bytes <= found.end:
+        mapping = maps[max(bisect_right(begins, address) - 1, 0)]
+        if not mapping.begin <= address <= address + size_bytes <= mapping.end:
             continue
-        if found.path not in stamps:
-            stamps[found.path] = _stamp(found)
-        stamp = stamps[found.path]
+        if mapping.path not in stamps:
+            stamps[mapping.path] = _stamp(mapping)
+        stamp = stamps[mapping.path]
         if stamp is None or not _is_unwritten(address, size_bytes):
             continue
-        offset = found.offset + address - found.begin
+        offset = mapping.offset + address - mapping.begin
         if offset + size_bytes > stamp.size_bytes:
             continue
         sources[name] = WeightSource(
@@ -118,15 +118,15 @@ def _maps() -> Iterator[_Map]:
         )
 
 
-def _stamp(found: _Map) -> FileStamp | None:
+def _stamp(mapping: _Map) -> FileStamp | None:
     """Return the stamp of a mapped file; ``None`` where its path leads to another one, or to no safetensors file."""
     try:
-        _, stamp = read_safetensors_header(found.path)
+        _, stamp = read_safetensors_header(mapping.path)
         # Afterwards: a file that takes the place of this one from now on is no longer the one of the stamp.
-        stat = found.path.stat()
+        stat = mapping.path.stat()
     except (OSError, CheckpointError):
         return None
-    is_it = (stat.st_dev, stat.st_ino) == (found.device, found.inode)
+    is_it = (stat.st_dev, stat.st_ino) == (mapping.device, mapping.inode)
     return stamp if is_it and stat.st_mtime_ns == stamp.mtime_ns else None
 
 

@@ -46,7 +46,7 @@ def match_weights(
         CheckpointError: weights are missing, extra, or of another shape or dtype; tied ones differ.
     """
     _require_plain(checkpoint, {alias for n in expected for alias in names.get(n, (n,))}, where)
-    found: dict[str, WeightSource] = {}
+    source_of: dict[str, WeightSource] = {}
     missing, claimed = [], set(ignorable)
     for name, (dtype, shape) in expected.items():
         aliases = names.get(name, (name,))
@@ -66,7 +66,7 @@ def match_weights(
         require_same(name, stored, where, store)
         if not accepts(source.dtype, dtype):
             raise _other_dtype(source, name, dtype, where)
-        found[name] = source
+        source_of[name] = source
     if missing:
         raise CheckpointError(
             f"{where} lacks {len(missing)} weights that the model needs, the first being {_some(missing)}. "
@@ -78,7 +78,7 @@ def match_weights(
             f"{where} holds {len(extra)} weights that the model does not have, the first being {_some(extra)}. "
             "Is it the checkpoint of this model class and configuration?"
         )
-    return found
+    return source_of
 
 
 def _require_plain(checkpoint: Checkpoint, known: Collection[str], where: str) -> None:

@@ -94,13 +94,13 @@ def read_onnx(file: Path) -> OnnxFile:
 def weight_name(name: str, taken: set[str]) -> str:
     """Return the name in a module of an initializer: parts of letters, digits and underscores, as modules have."""
     parts = ["".join(c if c.isascii() and c.isalnum() else "_" for c in p) for p in name.split(".")]
-    found = plain = ".".join(part for part in parts if part) or "weight"
+    free = plain = ".".join(part for part in parts if part) or "weight"
     number = 1
     # A module cannot be a parameter, too.
-    while any(found == t or t.startswith(f"{found}.") or found.startswith(f"{t}.") for t in taken):
+    while any(free == t or t.startswith(f"{free}.") or free.startswith(f"{t}.") for t in taken):
         number += 1
-        found = f"{plain.replace('.', '_')}_{number}"
-    return found
+        free = f"{plain.replace('.', '_')}_{number}"
+    return free
 
 
 def require_onnx(where: str) -> None:
@@ -298,7 +298,7 @@ def _inline_offsets(file: Path, proto: Any) -> dict[int, Extent]:
     tensors = proto.graph.initializer
     if not any(tensor.HasField("raw_data") for tensor in tensors):
         return {}
-    found: dict[int, Extent] = {}
+    extents: dict[int, Extent] = {}
     number = 0
     path = str(file.resolve())
     with open(open_regular(file), "rb") as stream:
@@ -314,13 +314,13 @@ def _inline_offsets(file: Path, proto: Any) -> dict[int, Extent]:
                         )
                         if not same:
                             raise ValueError("initializers do not lie where they were read")
-                        found[number] = Extent(path=path, offset=start, size_bytes=stop - start)
+                        extents[number] = Extent(path=path, offset=start, size_bytes=stop - start)
                     number += 1
         except (IndexError, ValueError) as error:
             raise _damaged(file, error) from error
         finally:
             data.close()
-    return found
+    return extents
 
 
 def _fields(data: mmap.mmap, begin: int, end: int, wanted: int) -> Iterator[tuple[int, int]]:

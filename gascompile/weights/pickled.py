@@ -83,8 +83,8 @@ def _archive(file: Path, stream: BinaryIO) -> _Archive:
             'again: torch.save(torch.load(file, map_location="cpu", weights_only=True), file)'
         )
     try:
-        with zipfile.ZipFile(stream) as found:
-            infos = found.infolist()
+        with zipfile.ZipFile(stream) as archive:
+            infos = archive.infolist()
             names = {info.filename.partition("/")[2]: info for info in infos}
             head = names.get("data.pkl")
             if head is None or "constants.pkl" in names:
@@ -106,24 +106,24 @@ def _archive(file: Path, stream: BinaryIO) -> _Archive:
             # Torch swaps bytes of such a file even on the meta device, where there are none: the process would end.
             big = torch.serialization.LoadEndianness.BIG
             if "byteorder" in names:
-                is_little = found.read(names["byteorder"]) == b"little"
+                is_little = archive.read(names["byteorder"]) == b"little"
             else:
                 is_little = torch.serialization.get_default_load_endianness() != big
             if not is_little:
                 raise CheckpointError(
                     f"{file} was written on a big-endian machine; load and save it again here"
                 )
-            state = hashlib.blake2b(found.read(head), digest_size=20)
+            state = hashlib.blake2b(archive.read(head), digest_size=20)
         for info in infos:
             state.update(repr((info.filename, info.CRC, info.file_size)).encode())
-        return _Archive(_records(stream, infos, found.start_dir), state.hexdigest())
+        return _Archive(_records(stream, infos, archive.start_dir), state.hexdigest())
     except _UNREADABLE as error:
         raise _damaged(file, error) from error
 
 
 def _records(stream: BinaryIO, infos: list[zipfile.ZipInfo], end: int) -> dict[int, int]:
     """Return the bytes of each storage that lies in the file as it is, before ``end``, by where it begins there."""
-    found = {}
+    size_at = {}
     for info in infos:
         if info.compress_type == zipfile.ZIP_STORED and info.filename.partition("/data/")[2]:
             stream.seek(info.header_offset)
@@ -131,8 +131,8 @@ def _records(stream: BinaryIO, infos: list[zipfile.ZipInfo], end: int) -> dict[i
             name_bytes, extra_bytes = struct.unpack_from("<HH", header, 26)
             begin = info.header_offset + _LOCAL_HEADER_BYTES + name_bytes + extra_bytes
             if begin + info.file_size <= end:
-                found[begin] = info.file_size
-    return found
+                size_at[begin] = info.file_size
+    return size_at
 
 
 def _loaded(file: Path, stream: BinaryIO) -> Any:
@@ -163,15 +163,15 @@ def _damaged(file: Path, error: Exception) -> CheckpointError:
     )
 
 
-def _tensors(file: Path, found: Any) -> dict[str, torch.Tensor]:
+def _tensors(file: Path, content: Any) -> dict[str, torch.Tensor]:
     """Return the weights: all that the file holds, or the model of a training loop's checkpoint."""
-    if isinstance(found, Mapping):
-        inner = [n for n in _CONTAINERS if isinstance(found.get(n), Mapping)]
+    if isinstance(content, Mapping):
+        inner = [n for n in _CONTAINERS if isinstance(content.get(n), Mapping)]
         if len(inner) > 1:
             raise CheckpointError(
                 f"{file} holds {' and '.join(map(repr, inner))}: save the one that is meant by itself"
             )
-        weights = found[inner[0]] if inner else found
+        weights = content[inner[0]] if inner else content
         odd = next((n for n, value in weights.items() if not _is_weight(n, value)), None)
         if weights and odd is None:
             return dict(weights)
@@ -181,7 +181,7 @@ def _tensors(file: Path, found: Any) -> dict[str, torch.Tensor]:
                 "be; save the model's state_dict() by itself"
             )
     raise CheckpointError(
-        f"{file} holds no weights by name ({type(found).__name__}); pass the file of the model's state_dict()"
+        f"{file} holds no weights by name ({type(content).__name__}); pass the file of the model's state_dict()"
     )
 
 

@@ -91,9 +91,13 @@ def quantisation_of(folder: Path) -> dict[str, Any] | None:
         data = read_json(folder / "config.json", strict=False)
     except (FormatError, StorageError):
         return None
-    found = data.get("quantization_config") if isinstance(data, dict) else None
+    quantisation = data.get("quantization_config") if isinstance(data, dict) else None
     # Something that is no object says that weights are quantised, too.
-    return found if isinstance(found, dict) or not found else {"quant_method": [found]}
+    return (
+        quantisation
+        if isinstance(quantisation, dict) or not quantisation
+        else {"quant_method": [quantisation]}
+    )
 
 
 def scheme_of(quantization: Any, where: str) -> Scheme:
@@ -113,10 +117,10 @@ def scheme_of(quantization: Any, where: str) -> Scheme:
     reader = _METHODS.get(method) if isinstance(method, str) else None
     if reader is None:
         raise fields.refuse("quant_method")
-    found: Scheme = reader(fields)
-    if found.rounds_activations:
+    scheme: Scheme = reader(fields)
+    if scheme.rounds_activations:
         _tell_of_activations(where)
-    return found
+    return scheme
 
 
 @cache

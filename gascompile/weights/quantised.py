@@ -64,10 +64,10 @@ class _Layers:
 
     def need(self, layer: str, part: str) -> WeightSource:
         """Take a tensor out."""
-        found = self.take(layer, part)
-        if found is None:
+        source = self.take(layer, part)
+        if source is None:
             raise self.odd(layer, f"lacks its '{part}'")
-        return found
+        return source
 
     def values(self, source: WeightSource) -> torch.Tensor:
         """Return all values of a small tensor."""
@@ -110,12 +110,12 @@ def with_packed_weights(
             )
             if is_codes:
                 layer = name.removesuffix(codes)
-                found = _READERS[scheme.kind](layer, scheme, layers)
+                packed = _READERS[scheme.kind](layer, scheme, layers)
                 for part in _ACTIVATIONS if scheme.rounds_activations else ():
                     layers.take(layer, part)
-                if found.name in layers.sources:
+                if packed.name in layers.sources:
                     raise layers.odd(layer, "stands beside one that is not packed")
-                layers.sources[found.name] = found
+                layers.sources[packed.name] = packed
     return layers.sources
 
 
@@ -130,14 +130,14 @@ def _gptq(layer: str, scheme: Scheme, layers: _Layers) -> WeightSource:
     elif scheme.names_groups:
         raise layers.odd(layer, f"lacks its '{_GROUPS[scheme.kind]}', which its scheme needs")
     parts = {"codes": codes, "scales": scales, "zeros": zeros, "groups": groups}
-    found = _assembled(layer, packing, rows, columns, parts, layers)
+    packed = _assembled(layer, packing, rows, columns, parts, layers)
     if rows % each:
         raise layers.odd(
             layer, f"has {rows} rows, which zero points of {each} in a word cannot be of"
         )
     if packing.is_less_one:
         _require_no_borrow(layer, zeros, scheme.bits, layers)
-    return found
+    return packed
 
 
 def _awq(layer: str, scheme: Scheme, layers: _Layers) -> WeightSource:
@@ -254,22 +254,22 @@ def _is_ordered(
     """Return whether columns are of other groups than of those that they lie in."""
     if (groups.dtype, groups.shape) != ("int32", (columns,)):
         raise layers.odd(layer, f"names groups by {groups.dtype} of {list(groups.shape)[:4]}")
-    found = layers.values(groups)
+    group_of = layers.values(groups)
     size = packing.group or columns
     count = packing.num_groups(columns)
-    if torch.equal(found, torch.arange(columns, dtype=torch.int32) // size):
+    if torch.equal(group_of, torch.arange(columns, dtype=torch.int32) // size):
         return False
-    if packing.kind == "packed" and bool((found == -1).all()):
+    if packing.kind == "packed" and bool((group_of == -1).all()):
         return False  # of a scheme without an order
-    if int(found.min()) < 0 or int(found.max()) >= count:
+    if int(group_of.min()) < 0 or int(group_of.max()) >= count:
         raise layers.odd(
-            layer, f"names groups from {int(found.min())} to {int(found.max())} of {count}"
+            layer, f"names groups from {int(group_of.min())} to {int(group_of.max())} of {count}"
         )
-    if not found.any():
+    if not group_of.any():
         raise layers.odd(
             layer, "says that all columns are of the first group, which libraries read in two ways"
         )
-    sizes = torch.bincount(found, minlength=count)
+    sizes = torch.bincount(group_of, minlength=count)
     if packing.kind == "packed" and bool((sizes != size).any()):
         raise layers.odd(layer, f"has groups that are not of {size} columns each")
     return True

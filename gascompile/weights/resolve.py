@@ -18,7 +18,7 @@ from gascompile.core.sources import FileStamp, WeightSource
 from gascompile.core.workload import Forms
 from gascompile.formats.dtypes import FLOATING, as_computed, is_lossless
 from gascompile.formats.layout import group_of, is_read_packed
-from gascompile.formats.ops import wire_matrix
+from gascompile.formats.ops import transfer_matrix
 from gascompile.weights.checkpoint import Checkpoint, has_own_values
 from gascompile.weights.mapped import mapped_weights
 from gascompile.weights.matching import aliases_of, match_weights
@@ -139,7 +139,7 @@ def resolve_weights(
         spilled = spill({n: as_span(t, program.bound[n]) for n, t in to_spill.items()}, store)
         sources |= {n: _laid_out(s, program.bound[n]) for n, s in spilled.sources.items()}
         stamps += spilled.stamps
-    sources, stamps = _in_wire_forms(wire, sources, stamps, store)
+    sources, stamps = _in_transfer_formats(wire, sources, stamps, store)
     used = {extent.path for source in sources.values() for extent in source.extents}
     return Resolved(
         weights=Weights(
@@ -155,7 +155,7 @@ def _laid_out(source: WeightSource, bound: BoundSpec) -> WeightSource:
     return replace(source, shape=bound.shape, stride=bound.stride)
 
 
-def _in_wire_forms(
+def _in_transfer_formats(
     program: Program,
     sources: Mapping[str, WeightSource],
     stamps: tuple[FileStamp, ...],
@@ -173,8 +173,8 @@ def _in_wire_forms(
     from gascompile.weights.convert import Item, converted
 
     items = {name: Item(source=sources[name], wire=wire) for name, wire in other.items()}
-    found = converted(items, stamps, store)
-    return {**kept, **found.sources}, (*stamps, *found.stamps)
+    repacked = converted(items, stamps, store)
+    return {**kept, **repacked.sources}, (*stamps, *repacked.stamps)
 
 
 def _as_lying(source: WeightSource) -> WeightSource:
@@ -182,7 +182,7 @@ def _as_lying(source: WeightSource) -> WeightSource:
     if not is_read_packed(source.dtype):
         return source
     rows, columns = source.shape
-    dtype, shape = wire_matrix(source.dtype, rows, columns, group_of(source.dtype))
+    dtype, shape = transfer_matrix(source.dtype, rows, columns, group_of(source.dtype))
     return replace(source, dtype=dtype, shape=shape)
 
 

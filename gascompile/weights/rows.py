@@ -59,16 +59,16 @@ class WeightRows:
         return self.rows(source, 0, 1, size).view(source.shape)
 
     def _bytes(self, source: WeightSource, begin: int, end: int) -> bytearray:
-        found = bytearray()
+        read = bytearray()
         position = 0
         for extent in source.extents:
             first, last = max(begin - position, 0), min(end - position, extent.size_bytes)
             if first < last:
-                found += self._read(source.name, extent.path, extent.offset + first, last - first)
+                read += self._read(source.name, extent.path, extent.offset + first, last - first)
             position += extent.size_bytes
-        if len(found) < end - begin:
+        if len(read) < end - begin:
             raise StorageError(f"'{source.name}' ends early; download the checkpoint again")
-        return found
+        return read
 
     def _read(self, name: str, path: str, offset: int, size_bytes: int) -> bytes:
         try:

@@ -100,8 +100,8 @@ def _noted(folder: Path) -> dict[str, list[int]]:
     if not (folder / NOTES).exists():
         return {}
     try:
-        found = serial.read_json(folder / NOTES)
-        files = found["files"] if found["boot"] == _boot() else {}
+        notes = serial.read_json(folder / NOTES)
+        files = notes["files"] if notes["boot"] == _boot() else {}
         return {str(name): list(stamp) for name, stamp in files.items()}
     except (FormatError, StorageError, KeyError, TypeError, AttributeError):
         # Whoever damaged the notes may have damaged the files.

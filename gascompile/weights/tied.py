@@ -25,7 +25,7 @@ _BLOCK_BYTES: Final = 4 << 20  # read at once, to be compared
 _MOST_NOTES: Final = 256
 """Of the newest; each is of a weight of a checkpoint."""
 
-_found_equal: set[str] = set()
+_known_equal: set[str] = set()
 """Of this process, by ``_identity``."""
 
 
@@ -63,13 +63,13 @@ def _layout(source: WeightSource) -> tuple[object, ...]:
 
 def _equal(one: WeightSource, other: WeightSource, store: Path | None) -> bool:
     before = _identity(one, other)
-    if before in _found_equal or (store is not None and before in _noted(store)):
+    if before in _known_equal or (store is not None and before in _noted(store)):
         return True
     if any(a != b for a, b in zip(_blocks(one), _blocks(other), strict=True)):
         return False
     # Of files that were written to meanwhile nothing is believed.
     if _identity(one, other) == before:
-        _found_equal.add(before)
+        _known_equal.add(before)
         if store is not None:
             _note(store, before)
     return True
@@ -108,10 +108,10 @@ def _identity(one: WeightSource, other: WeightSource) -> str:
 
 def _noted(store: Path) -> list[str]:
     try:
-        found = serial.read_json(store / NOTES) if (store / NOTES).exists() else []
+        notes = serial.read_json(store / NOTES) if (store / NOTES).exists() else []
     except (FormatError, StorageError):
         return []
-    return [note for note in found if isinstance(note, str)] if isinstance(found, list) else []
+    return [note for note in notes if isinstance(note, str)] if isinstance(notes, list) else []
 
 
 def _note(store: Path, identity: str) -> None:

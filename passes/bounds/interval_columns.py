@@ -44,8 +44,8 @@ class Model:
     """Rows of the program that keep the limit at each run that is looked at."""
     leave: dict[int, list[list[int]]] = field(default_factory=dict)
     """Per interval and route the columns that add up to its share."""
-    remade: dict[int, int] = field(default_factory=dict)
-    reruns: list[tuple[int, float, int, int]] = field(default_factory=list)
+    recomputed: dict[int, int] = field(default_factory=dict)
+    recomputations: list[tuple[int, float, int, int]] = field(default_factory=list)
     """Columns of ops that run again, their seconds, and the first and last slot in which they may."""
     part: dict[int, int] = field(default_factory=dict)
     """The only span of its interval that a column stands for; others stand for all of them."""
@@ -94,8 +94,8 @@ class Model:
         return bisect_left(self.rows, start), bisect_left(self.rows, end)
 
 
-def interval_columns(plan: RunLayout, remakable: Collection[int], num_slots: int) -> Model:
-    """Return the program with its columns of choices, and no rows but those that bind them together."""
+def interval_columns(plan: RunLayout, recomputable: Collection[int], num_slots: int) -> Model:
+    """Return the program with its columns of decisions, and no rows but those that bind them together."""
     slots = _slots(plan, num_slots)
     slot_of = [0] * plan.num_runs
     for number, slot in enumerate(slots):
@@ -110,7 +110,7 @@ def interval_columns(plan: RunLayout, remakable: Collection[int], num_slots: int
         unit_bytes=most / WHOLE,
         unit_s=max(plan.task.compute_s, 1e-9) / WHOLE,
     )
-    _add_choices(model, remakable)
+    _add_decisions(model, recomputable)
     return model
 
 
@@ -134,7 +134,7 @@ def _rows(plan: RunLayout, slots: list[IntervalSlot]) -> list[int]:
     return sorted(run for run in rows if plan.kept[run] > plan.task.limit_bytes)
 
 
-def _add_choices(model: Model, remakable: Collection[int]) -> None:
+def _add_decisions(model: Model, recomputable: Collection[int]) -> None:
     plan, program = model.plan, model.program
     longest: dict[tuple[int, int], int] = {}
     relevant: list[int] = []
@@ -161,10 +161,10 @@ def _add_choices(model: Model, remakable: Collection[int]) -> None:
             else:
                 columns.append(_leave(model, j, route, shared))
         model.leave[j] = columns
-        if j in remakable:
-            model.remade[j] = program.add_variable(0.0, 1.0)
-        terms = [column for found in columns for column in found]
-        terms += [model.remade[j]] if j in remakable else []
+        if j in recomputable:
+            model.recomputed[j] = program.add_variable(0.0, 1.0)
+        terms = [column for of_route in columns for column in of_route]
+        terms += [model.recomputed[j]] if j in recomputable else []
         for part in (0, 1):
             same = [column for column in terms if model.part.get(column, part) == part]
             if len(same) > 1:

@@ -1,19 +1,19 @@
 """Interval program: the linear relaxation of all moves, its bound and what it would do with each interval.
 
 Slots s: stretches of short runs, which may wait and recompute, in turn with single long runs. Per interval j,
-route t: leave[j,t], remade[j], in [0, 1] together. Per slot and route: out, back (bytes moved), P (bytes still
+route t: leave[j,t], recomputed[j], in [0, 1] together. Per slot and route: out, back (bytes moved), P (bytes still
 to be written out), G (bytes away), E (bytes that are back early), all >= 0; T[s] seconds.
 
     minimise sum_s T[s] + U, subject to
-    T[s] >= compute + remaking;  = compute for a long run                             _add_times
+    T[s] >= compute + recomputing;  = compute for a long run                             _add_times
     T[s] >= bytes over a link / its rate;  sum T >= all transfers, all bytes of a pipe _add_times
-    sum T + U >= compute + remaking + what processors take to move bytes              _add_moving
+    sum T + U >= compute + recomputing + what processors take to move bytes              _add_moving
     P[s] = P[s-1] + dirty intervals whose value is written by s - out[s]               _add_flows
     G[s] = G[s-1] + out[s] + clean intervals that begin in s - back[s]                 _add_flows
     E[s] = E[s-1] + back[s] - intervals that end in s                                  _add_flows
-    kept(i) - sum_t (G[s-1] - back[s]) - remade(i) <= limit, i a long run in s           _add_memory
-    kept(i) - sum_t (G[s-1] + out[s] + clean of s) - remade(i) <= limit, i a short run    _add_memory
-    kept(i) - sum over intervals open at i of leave and remade <= limit                  _add_memory
+    kept(i) - sum_t (G[s-1] - back[s]) - recomputed(i) <= limit, i a long run in s           _add_memory
+    kept(i) - sum_t (G[s-1] + out[s] + clean of s) - recomputed(i) <= limit, i a short run    _add_memory
+    kept(i) - sum over intervals open at i of leave and recomputed <= limit                  _add_memory
 
 Bytes on a link are fungible, inputs of a recomputation need not be there, and within a stretch of short runs
 bytes count as away as soon as they could be: whatever the exact model allows is allowed here.
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from gascompile.passes.bounds.certify import pipe_rate
 from gascompile.passes.bounds.interval_columns import Model, interval_columns
-from gascompile.passes.bounds.interval_recompute_columns import interval_reruns
+from gascompile.passes.bounds.interval_recompute_columns import interval_recompute_columns
 from gascompile.passes.bounds.linear_program import INFINITY
 from gascompile.passes.model.interval_layout import RunLayout
 
@@ -45,9 +45,9 @@ class Relaxation:
     """No schedule is faster; infinite when there is none, 0 where nothing is known."""
     leave: Mapping[int, tuple[float, ...]]
     """Share of each interval that leaves, per route; those that count for no slot are left out."""
-    remade: Mapping[int, float]
-    worth_s: Mapping[int, float]
-    """Seconds by which the optimum would grow without the room that an interval's remaking leaves."""
+    recomputed: Mapping[int, float]
+    prices_s: Mapping[int, float]
+    """Seconds by which the optimum would grow without the room that an interval's recomputing leaves."""
     solver: str
     pivots: int
     """Iterations of the solver."""
@@ -55,7 +55,7 @@ class Relaxation:
 
 def interval_program(
     plan: RunLayout,
-    remakable: Mapping[int, int],
+    recomputable: Mapping[int, int],
     *,
     away_bytes: int,
     num_slots: int,
@@ -66,7 +66,7 @@ def interval_program(
 
     Args:
         plan: a layout without recomputations.
-        remakable: op per interval that may be bridged by running that op again.
+        recomputable: op per interval that may be bridged by running that op again.
         away_bytes: bytes of tensors that no run accesses and that are elsewhere all the time.
         num_slots: about how many long runs get a slot of their own.
         time_limit_s: wall seconds.
@@ -75,12 +75,12 @@ def interval_program(
     Raises:
         SolverError: the solver ended in a state that is not understood.
     """
-    model = _build(plan, remakable, away_bytes, num_slots)
-    found = model.program.solve(time_limit_s=time_limit_s, relaxed=True, max_pivots=max_pivots)
-    bound_s = (found.bound - model.preferred) * model.unit_s
+    model = _build(plan, recomputable, away_bytes, num_slots)
+    solution = model.program.solve(time_limit_s=time_limit_s, relaxed=True, max_pivots=max_pivots)
+    bound_s = (solution.bound - model.preferred) * model.unit_s
     if bound_s > 0 and bound_s < INFINITY:
         bound_s *= 1 - _TOLERANCE
-    values = found.values
+    values = solution.values
     return Relaxation(
         bound_s=max(0.0, bound_s),
         leave={
@@ -92,31 +92,33 @@ def interval_program(
         }
         if values
         else {},
-        remade={j: values[column] for j, column in model.remade.items()} if values else {},
-        worth_s=_worth_s(model, found.duals) if found.duals else {},
-        solver=found.solver,
-        pivots=found.pivots,
+        recomputed={j: values[column] for j, column in model.recomputed.items()} if values else {},
+        prices_s=_prices_s(model, solution.duals) if solution.duals else {},
+        solver=solution.solver,
+        pivots=solution.pivots,
     )
 
 
-def _worth_s(model: Model, duals: tuple[float, ...]) -> Mapping[int, float]:
-    """Return what the room of each interval that can be remade costs at the prices of the memory rows."""
+def _prices_s(model: Model, duals: tuple[float, ...]) -> Mapping[int, float]:
+    """Return what the room of each interval that can be recomputed costs by the duals of the memory rows."""
     plan = model.plan
     prices = [0.0]
     for rows in model.memory_rows:
         prices.append(prices[-1] + sum(abs(duals[row]) for row in rows))
-    worth: dict[int, float] = {}
-    for j in model.remade:
+    prices_s: dict[int, float] = {}
+    for j in model.recomputed:
         size = plan.task.sizes[plan.intervals[j].tensor] / model.unit_bytes
         spans = [model.row_range(*span) for span in plan.spans(plan.intervals[j])]
         price = sum(prices[high] - prices[low] for low, high in spans if low < high)
-        worth[j] = size * price * model.unit_s
-    return worth
+        prices_s[j] = size * price * model.unit_s
+    return prices_s
 
 
-def _build(plan: RunLayout, remakable: Mapping[int, int], away_bytes: int, num_slots: int) -> Model:
-    model = interval_columns(plan, remakable, num_slots)
-    interval_reruns(model, remakable)
+def _build(
+    plan: RunLayout, recomputable: Mapping[int, int], away_bytes: int, num_slots: int
+) -> Model:
+    model = interval_columns(plan, recomputable, num_slots)
+    interval_recompute_columns(model, recomputable)
     for route in range(len(plan.task.routes)):
         _add_flows(model, route)
     _add_memory(model, away_bytes)
@@ -166,7 +168,7 @@ def _add_memory(model: Model, away_bytes: int) -> None:
     plan, program = model.plan, model.program
     limit = (plan.task.limit_bytes + away_bytes) / model.unit_bytes
     changes: list[list[tuple[int, float]]] = [[] for _ in range(len(model.rows) + 1)]
-    remade: list[list[tuple[int, float]]] = [[] for _ in range(len(model.rows) + 1)]
+    recomputed: list[list[tuple[int, float]]] = [[] for _ in range(len(model.rows) + 1)]
     for j, routes in model.leave.items():
         interval = plan.intervals[j]
         size = plan.task.sizes[interval.tensor] / model.unit_bytes
@@ -178,15 +180,15 @@ def _add_memory(model: Model, away_bytes: int) -> None:
                 if model.part.get(column, part) == part:
                     changes[low].append((column, -size))
                     changes[high].append((column, size))
-            if j in model.remade:
-                remade[low].append((model.remade[j], -size))
-                remade[high].append((model.remade[j], size))
+            if j in model.recomputed:
+                recomputed[low].append((model.recomputed[j], -size))
+                recomputed[high].append((model.recomputed[j], size))
     open_before: list[tuple[int, float]] = []
     made_before: list[tuple[int, float]] = []
     for k, run in enumerate(model.rows):
         opened, made = program.add_variable(), program.add_variable()
         program.add_row(0.0, 0.0, [(opened, 1.0), *changes[k], *open_before])
-        program.add_row(0.0, 0.0, [(made, 1.0), *remade[k], *made_before])
+        program.add_row(0.0, 0.0, [(made, 1.0), *recomputed[k], *made_before])
         open_before, made_before = [(opened, -1.0)], [(made, -1.0)]
         least = float(plan.kept[run]) / model.unit_bytes - limit
         model.memory_rows.append([])
@@ -250,7 +252,7 @@ def _add_times(model: Model) -> None:
     for terms in model.transfers.values():
         spent = [(column, -seconds) for column, seconds in terms]
         program.add_row(0.0, INFINITY, [*((time, 1.0) for time in times), *spent])
-    _add_remaking(model, times, compute)
+    _add_recomputing(model, times, compute)
     _add_moving(model, times, sum(compute))
 
 
@@ -268,14 +270,14 @@ def _add_preference(model: Model, compute: float) -> None:
             model.program.costs[column] += model.preferred * seconds**2 / whole
 
 
-def _add_remaking(model: Model, times: list[int], compute: list[float]) -> None:
+def _add_recomputing(model: Model, times: list[int], compute: list[float]) -> None:
     """Let ops run again in the slots in which they may."""
     program = model.program
-    if not model.reruns:
+    if not model.recomputations:
         return
     ready: dict[int, list[tuple[int, float]]] = {}
     due: dict[int, list[tuple[int, float]]] = {}
-    for column, seconds, first, last in model.reruns:
+    for column, seconds, first, last in model.recomputations:
         ready.setdefault(first, []).append((column, -seconds))
         due.setdefault(last, []).append((column, seconds))
     before: tuple[int, int] | None = None
@@ -291,13 +293,13 @@ def _add_remaking(model: Model, times: list[int], compute: list[float]) -> None:
 
 
 def _add_moving(model: Model, times: list[int], compute: float) -> None:
-    """Let the whole take as long as the processors need for ops, reruns and moves."""
+    """Let the whole take as long as the processors need for ops, recomputations and moves."""
     program = model.program
     rate = model.plan.task.op_s_per_byte * model.unit_bytes / model.unit_s
     if not rate:
         return
     extra = program.add_variable(cost=1.0)
     moved = [(column, -rate) for out, back, _ in model.flows.values() for column in (out, back)]
-    again = [(column, -seconds) for column, seconds, _, _ in model.reruns]
+    again = [(column, -seconds) for column, seconds, _, _ in model.recomputations]
     spent = [(time, 1.0) for time in times]
     program.add_row(compute, INFINITY, [(extra, 1.0), *spent, *moved, *again])

@@ -1,10 +1,10 @@
-"""Interval reruns: what remaking tensors takes in the interval program, op by op.
+"""Interval recomputations: what recomputing tensors takes in the interval program, op by op.
 
-An op makes all its results at once, so what is counted is not tensors but reruns. The ends of the intervals
-that an op's results can be remade in cut time into cells; z[o,c], in [0, 1], says whether op o runs again in
+An op makes all its results at once, so what is counted is not tensors but recomputations. The ends of the intervals
+that an op's results can be recomputed in cut time into cells; z[o,c], in [0, 1], says whether op o runs again in
 cell c:
 
-    remade[j] <= sum of z[o,c] over the cells c of interval j
+    recomputed[j] <= sum of z[o,c] over the cells c of interval j
     z[o,c] <= sum of z'[o',d], d up to c, + all moved[o',d,t]    where o alone reads the one result of o'
 
 The second row is for inputs that are dead by then: they are made anew, or were moved out and are moved back.
@@ -21,24 +21,24 @@ from gascompile.passes.bounds.interval_columns import Model
 from gascompile.passes.bounds.linear_program import INFINITY
 
 
-def interval_reruns(model: Model, remakable: Mapping[int, int]) -> None:
-    """Add the columns of reruns and the rows that bind them to what is remade.
+def interval_recompute_columns(model: Model, recomputable: Mapping[int, int]) -> None:
+    """Add the columns of recomputations and the rows that bind them to what is recomputed.
 
     Args:
-        model: takes the reruns with the slots in which they may be; has its columns of choices already.
-        remakable: op per interval that may be bridged by its rerun.
+        model: takes the recomputations with the slots in which they may be; has its columns of decisions already.
+        recomputable: op per interval that may be bridged by its recomputation.
     """
     members: dict[int, list[int]] = {}
-    for j in model.remade:
-        members.setdefault(remakable[j], []).append(j)
+    for j in model.recomputed:
+        members.setdefault(recomputable[j], []).append(j)
     readers = _only_readers(model)
     for op, intervals in members.items():
         spans = {j: (model.plan.intervals[j].start, model.plan.intervals[j].end) for j in intervals}
         ends = sorted({end for span in spans.values() for end in span})
-        cells = [(*cell, _add_rerun(model, op, *cell)) for cell in pairwise(ends)]
+        cells = [(*cell, _add_recompute(model, op, *cell)) for cell in pairwise(ends)]
         for j, (start, end) in spans.items():
             inside = [z for low, high, z in cells if start <= low and high <= end]
-            terms = [(model.remade[j], 1.0), *((z, -1.0) for z in inside)]
+            terms = [(model.recomputed[j], 1.0), *((z, -1.0) for z in inside)]
             model.program.add_row(-INFINITY, 0.0, terms)
         _add_inputs(model, readers, op, [(high, z) for _, high, z in cells])
 
@@ -46,30 +46,30 @@ def interval_reruns(model: Model, remakable: Mapping[int, int]) -> None:
 def _only_readers(model: Model) -> Mapping[int, int]:
     """Return the op that reads a passing tensor, where there is just one and nothing else needs it."""
     task = model.plan.task
-    found: dict[int, list[int]] = {}
+    users: dict[int, list[int]] = {}
     for op, reads in enumerate(task.reads):
         for tensor in (*reads, *task.writes[op]):
             if op not in task.writers.get(tensor, ()) or len(task.writers[tensor]) > 1:
-                found.setdefault(tensor, []).append(op)
+                users.setdefault(tensor, []).append(op)
     return {
         tensor: ops[0]
-        for tensor, ops in found.items()
+        for tensor, ops in users.items()
         if len(ops) == 1 and not task.persistent[tensor] and not task.stays_to_end[tensor]
     }
 
 
-def _add_rerun(model: Model, op: int, after: int, before: int) -> int:
-    """Add the column of a rerun between two runs."""
+def _add_recompute(model: Model, op: int, after: int, before: int) -> int:
+    """Add the column of a recomputation between two runs."""
     z = model.program.add_variable(0.0, 1.0)
     seconds = model.plan.task.op_times_s[op] / model.unit_s
-    model.reruns.append((z, seconds, model.after(after), model.enter(before)))
+    model.recomputations.append((z, seconds, model.after(after), model.enter(before)))
     return z
 
 
 def _add_inputs(
     model: Model, readers: Mapping[int, int], op: int, cells: list[tuple[int, int]]
 ) -> None:
-    """Bind the reruns of an op, given by where their cells end, to what brings its dead inputs back."""
+    """Bind the recomputations of an op, given by where their cells end, to what brings its dead inputs back."""
     task = model.plan.task
     if len(task.writes[op]) != 1:
         return
@@ -82,7 +82,7 @@ def _add_inputs(
             or len(task.writes[source[0]]) != 1
         ):
             continue
-        again = [(end, _add_rerun(model, source[0], op, end)) for end, _ in cells]
+        again = [(end, _add_recompute(model, source[0], op, end)) for end, _ in cells]
         moved = [
             column for end, _ in cells for column in _add_moves(model, tensor, end, len(cells))
         ]

@@ -199,13 +199,13 @@ class Loaded:
             bound = -INFINITY
         if info.primal_solution_status != _FEASIBLE_POINT and ending is not Ending.OPTIMAL:
             return Outcome(ending, "highs", (), (), INFINITY, bound, pivots)
-        found = self._highs.getSolution()
+        point = self._highs.getSolution()
         has_duals = self._continuous and ending is Ending.OPTIMAL
         return Outcome(
             ending,
             "highs",
-            tuple(found.col_value),
-            tuple(found.row_dual) if has_duals else (),
+            tuple(point.col_value),
+            tuple(point.row_dual) if has_duals else (),
             info.objective_function_value,
             bound,
             pivots,
@@ -238,9 +238,9 @@ def _cbc_path() -> str | None:
     """Return the installed CBC, or the one that PuLP 3 brings along."""
     bundled = getattr(pulp.PULP_CBC_CMD, "pulp_cbc_path", None)
     for path in (None, bundled):
-        found = pulp.COIN_CMD(msg=False, path=path).available()
-        if found:
-            return str(found)
+        executable = pulp.COIN_CMD(msg=False, path=path).available()
+        if executable:
+            return str(executable)
     return None
 
 

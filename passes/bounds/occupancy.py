@@ -1,13 +1,13 @@
-"""Occupancy: a bound from what must share the arena at one moment.
+"""Occupancy: a bound from what must share the arena at one time.
 
 A weight takes its whole room from the start of its load to the end of its op. At any moment at most one
 op runs and each link carries at most one weight, and all of these must fit beside the residents. So an
-iteration is divided into *moments*, each with an op, or none, and a load on each link, or none, whose
-rooms together fit; how long each kind of moment lasts is a linear program over classes of weights.
+iteration is divided into *occupancies* of the arena, each with an op, or none, and a load on each link, or
+none, whose rooms together fit; how long each of them lasts is a linear program over classes of weights.
 
-Sets: classes c of weights with about the same size; links l; moments (o, f): o is a class whose streamed
+Sets: classes c of weights with about the same size; links l; occupancies (o, f): o is a class whose streamed
 weight is in use, or 0, and f the classes in flight, one or 0 per link.
-Variables: x[c,l] weights streamed, y[o,f] seconds of each kind of moment.
+Variables: x[c,l] weights streamed, y[o,f] seconds of each occupancy.
 
     minimise sum y, subject to
     sum_l x[c,l] <= num(c);  sum_{l from t} size(c) x[c,l] <= room(t)
@@ -15,10 +15,10 @@ Variables: x[c,l] weights streamed, y[o,f] seconds of each kind of moment.
     y only where reserved(o) + sum reserved(f) <= region
     sum y with o = c is sum_l x[c,l] * op_s(c);  sum y with f[l] = c is x[c,l] * transfer_s(c, l)
     sum y >= compute;  sum y >= bytes of a pipe's links / its rate
-    the longest op without weights has moments of its own, and what they load fits the region
+    the longest op without weights has occupancies of its own, and what they load fits the region
 
 The region is what residents leave. It is not known, so the range of its sizes is halved, the half with
-the lower bound first: a range has the residents of its smallest and the moments of its largest region.
+the lower bound first: a range has the residents of its smallest and the occupancies of its largest region.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from gascompile.passes.bounds.linear_program import (
 from gascompile.passes.model.problem import Problem, Weight
 
 _MOST_CLASSES = {1: 16, 2: 8, 3: 4}
-"""By the number of links; for more links there are too many kinds of moments."""
+"""By the number of links; for more links there are too many occupancies."""
 _MOST_SIZES = 512
 """Where more sizes differ, those next to each other are one from the start."""
 _LONG = 0.01
@@ -110,8 +110,8 @@ def occupancy(
         heapq.heappop(ranges)
         middle = (first + end) // 2
         for low, high in ((first, middle), (middle, end)):
-            found_s = program.bound_s(arena_bytes - regions[low], regions[high] - 1)
-            heapq.heappush(ranges, (max(bound_s, found_s), low, high))
+            range_s = program.bound_s(arena_bytes - regions[low], regions[high] - 1)
+            heapq.heappush(ranges, (max(bound_s, range_s), low, high))
     return ranges[0][0]
 
 
@@ -179,7 +179,7 @@ def _class(group: _Group) -> _Class:
 
 
 def _regions(task: _Task, arena_bytes: int) -> list[int]:
-    """Return the sizes at which more moments begin to fit, and one beyond the arena."""
+    """Return the sizes at which more occupancies begin to fit, and one beyond the arena."""
     rooms = {0, *(each.in_use_bytes for each in task.classes)}
     sums = {0}
     for _ in range(len(task.problem.links) + 1):
@@ -193,7 +193,7 @@ Terms = list[tuple[int, float]]
 
 
 class _Program:
-    """The linear program, built once; a range of regions only changes which moments fit and two rows."""
+    """The linear program, built once; a range of regions only changes which occupancies fit and two rows."""
 
     def __init__(self, task: _Task) -> None:
         self._task = task
@@ -222,26 +222,26 @@ class _Program:
         self._solver = Loaded(self._program)
 
     def bound_s(self, room_bytes: int, region_bytes: int) -> float:
-        """Return the bound for residents of ``room_bytes`` beside moments that take ``region_bytes``."""
+        """Return the bound for residents of ``room_bytes`` beside occupancies that take ``region_bytes``."""
         kept = sum(each.count * each.kept_bytes for each in self._task.classes)
         self._solver.bound_row(0, (kept - room_bytes) / self._unit, INFINITY)
         self._solver.bound_row(1, -INFINITY, region_bytes / self._unit)
         self._solver.bound_columns(np.where(self._rooms <= region_bytes, INFINITY, 0.0))
         try:
-            found = self._solver.solve()
+            outcome = self._solver.solve()
         except SolverError:
             # Nothing is proven where the solver stumbles.
             return 0.0
-        if found.ending is Ending.OPTIMAL:
-            return max(0.0, found.bound) * self._time_unit_s * (1 - _TOLERANCE)
-        return math.inf if found.ending is Ending.INFEASIBLE else 0.0
+        if outcome.ending is Ending.OPTIMAL:
+            return max(0.0, outcome.bound) * self._time_unit_s * (1 - _TOLERANCE)
+        return math.inf if outcome.ending is Ending.INFEASIBLE else 0.0
 
     def _streamed(self, number: int, link: int) -> int:
         """Return the column of ``x``; those of ``y`` come first."""
         return len(self._kinds) + number * len(self._task.problem.links) + link
 
-    def _moments(self, position: int, number: int) -> Terms:
-        """Return the moments whose op (position 0) or link (from 1 on) has class ``number``."""
+    def _occupancies(self, position: int, number: int) -> Terms:
+        """Return the occupancies whose op (position 0) or link (from 1 on) has class ``number``."""
         return [(i, 1.0) for i, kind in enumerate(self._kinds) if kind[position] == number]
 
     def _each(self) -> Iterator[tuple[int, _Class, int, Link]]:
@@ -258,7 +258,7 @@ class _Program:
 
     def _add_long_op(self) -> None:
         """Each load beside the long op has its whole room in the region when the op ends."""
-        long = self._moments(0, len(self._task.classes) + 1)
+        long = self._occupancies(0, len(self._task.classes) + 1)
         rates = {(0, position): 0.0 for position in range(len(self._task.problem.links))}
         for number, each, position, link in self._each():
             taken = each.size_bytes / link.transfer_time_s(each.size_bytes)
@@ -276,10 +276,10 @@ class _Program:
             over = [self._streamed(number, link) for link in range(len(self._task.problem.links))]
             self._program.add_row(0.0, each.count, [(column, 1.0) for column in over])
             held = [(column, -each.op_s / self._time_unit_s) for column in over]
-            self._program.add_row(0.0, 0.0, [*self._moments(0, number + 1), *held])
+            self._program.add_row(0.0, 0.0, [*self._occupancies(0, number + 1), *held])
         for number, each, position, link in self._each():
             seconds = each.transfers * link.latency_s + each.size_bytes / link.bandwidth_bytes_per_s
-            moving = self._moments(position + 1, number + 1)
+            moving = self._occupancies(position + 1, number + 1)
             column = self._streamed(number, position)
             self._program.add_row(0.0, 0.0, [*moving, (column, -seconds / self._time_unit_s)])
 

@@ -43,7 +43,7 @@ def prove(
             timed_out = True
             break
         if method == "occupancy":
-            found_s = occupancy(
+            method_bound_s = occupancy(
                 problem,
                 problem.arena_limit_bytes,
                 enough_s=(1 - mip_gap) * predicted_s,
@@ -52,9 +52,9 @@ def prove(
         elif method == "integral" and len(problem.weights) >= MANY_WEIGHTS:
             break
         elif method == "relaxed" and relaxed_s:
-            found_s = relaxed_s
+            method_bound_s = relaxed_s
         else:
-            found = place(
+            placed = place(
                 problem,
                 problem.arena_limit_bytes,
                 time_limit_s=left_s,
@@ -62,13 +62,13 @@ def prove(
                 relaxed=method == "relaxed",
                 max_nodes=_FEW_NODES,
             )
-            found_s, timed_out = found.bound_s, found.timed_out
-        bound_s = max(bound_s, found_s)
+            method_bound_s, timed_out = placed.bound_s, placed.timed_out
+        bound_s = max(bound_s, method_bound_s)
     return Proof(limit_s=limit_s, binding=binding, bound_s=bound_s, timed_out=timed_out)
 
 
 def quick_proof(problem: Problem, *, time_limit_s: float = math.inf) -> Proof:
-    """Return what is proven within moments, before there is a plan."""
+    """Return what is proven at once, before there is a plan."""
     limit_s, binding = problem_limit(problem)
     bound_s = 0.0
     if problem.arena_limit_bytes >= 0:

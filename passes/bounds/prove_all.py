@@ -18,7 +18,7 @@ from gascompile.core.workload import TensorKind
 from gascompile.passes.bounds.certify import problem_limit
 from gascompile.passes.bounds.interval_program import interval_program
 from gascompile.passes.bounds.occupancy import occupancy
-from gascompile.passes.intervals.recompute import rerunnable
+from gascompile.passes.intervals.recompute import recompute_ops
 from gascompile.passes.model.interval_layout import layout
 from gascompile.passes.model.interval_problem import IntervalProblem, interval_problem
 from gascompile.passes.model.problem import Problem, Weight
@@ -67,8 +67,8 @@ def prove_all(
         methods = _METHODS[:1] if len(tasks[number].weights) >= MANY_WEIGHTS else _METHODS
         if bound_s >= enough_s or left_s <= 0 or method == len(methods):
             break
-        found_s = methods[method](tasks[number], loose[number], enough_s, left_s)
-        heapq.heapreplace(open_bounds, (max(bound_s, found_s), number, method + 1))
+        method_s = methods[method](tasks[number], loose[number], enough_s, left_s)
+        heapq.heapreplace(open_bounds, (max(bound_s, method_s), number, method + 1))
     limit_s, binding = min(limits)
     return Floor(limit_s=limit_s, binding=binding, bound_s=bound_s)
 
@@ -78,9 +78,9 @@ def relaxed_bound_s(task: IntervalProblem, time_limit_s: float) -> float:
     base = layout(task)
     away = sum(task.sizes[i.tensor] for i in base.intervals if i.unused)
     try:
-        found = interval_program(
+        relaxation = interval_program(
             base,
-            rerunnable(base),
+            recompute_ops(base),
             away_bytes=away,
             num_slots=BOUND_SLOTS,
             time_limit_s=time_limit_s,
@@ -88,11 +88,11 @@ def relaxed_bound_s(task: IntervalProblem, time_limit_s: float) -> float:
         )
     except SolverError:
         return 0.0
-    return found.bound_s
+    return relaxation.bound_s
 
 
 def _loosened(task: Problem) -> Problem:
-    """Return the problem in which every plan of this form, moving what it likes, has a counterpart."""
+    """Return a problem whose bounds hold for every plan of this form: states are weights, activations take nothing."""
     sizes = {t.name: t.size_bytes for t in task.workload.tensors if t.kind == TensorKind.STATE}
     touched: dict[str, list[int]] = {name: [] for name in sizes}
     for i, op in enumerate(task.workload.ops):
@@ -106,7 +106,7 @@ def _loosened(task: Problem) -> Problem:
         task,
         live=replace(task.live, peak_bytes=0, state_bytes=0),
         weights=tuple(sorted(weights, key=lambda weight: weight.uses[:1])),
-        idle_homes={},
+        unread_homes={},
         room_bytes={link.source_tier: task.limits_bytes[link.source_tier] for link in task.links},
     )
 

@@ -30,7 +30,7 @@ class Solution:
     """Per link, seconds that bandwidth saves per relative change: of 1 % more, a hundredth of this."""
 
 
-def prices(
+def shadow_prices(
     problem: Problem,
     duals: Mapping[str, float],
     slots: Sequence[float],

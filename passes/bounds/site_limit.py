@@ -90,12 +90,12 @@ def _longest_path(ops: Sequence[OpSpec], sites: Sequence[str]) -> list[OpSpec]:
         before.append(last)
         reached_s.append((reached_s[last] if last is not None else 0.0) + least_s(op, sites))
         writer.update(dict.fromkeys(op.writes, i))
-    found: list[OpSpec] = []
+    path: list[OpSpec] = []
     at = max(range(len(ops)), key=lambda k: reached_s[k], default=None)
     while at is not None:
-        found.append(ops[at])
+        path.append(ops[at])
         at = before[at]
-    return found[::-1]
+    return path[::-1]
 
 
 def _balance_s(ops: Sequence[OpSpec], own: str, tier: str) -> float:

@@ -96,8 +96,8 @@ def _flip(
         link_of[i] = 0 if link_of[i] is None else None
     kept = frozenset(pair for pair in placed.kept if pair[0] not in changed)
     other = Placement(strategy="explain", link_of=tuple(link_of), kept=kept)
-    found = best_staging(task, other, task.arena_limit_bytes) if task.links else None
-    seconds = found.seconds if found is not None else None
+    flipped = best_staging(task, other, task.arena_limit_bytes) if task.links else None
+    seconds = flipped.seconds if flipped is not None else None
     link = link_of[subject]
     sizes = [(link_of[i] is None, task.weights[i].reserved_bytes) for i in changed]
     return Alternative(

@@ -46,7 +46,7 @@ def briefly(plan: Plan, trace: Trace) -> tuple[Brief, ...]:
         for name in plan.workload.ops[step.source].writes
     }
     by_rows = {name for op in plan.workload.ops for name in gathered(op)}
-    site, found = plan.machine.compute_tier, []
+    site, briefs = plan.machine.compute_tier, []
     for tensor in plan.workload.tensors:
         planned = plan.tensors.get(tensor.name)
         home = planned.home if planned is not None else site
@@ -60,7 +60,7 @@ def briefly(plan: Plan, trace: Trace) -> tuple[Brief, ...]:
             why = f"ops read the rows that they need from {home}"
         else:
             why = _kept(tensor, home, site)
-        found.append(
+        briefs.append(
             Brief(
                 name=tensor.name,
                 kind=tensor.kind,
@@ -71,7 +71,7 @@ def briefly(plan: Plan, trace: Trace) -> tuple[Brief, ...]:
                 why=why,
             )
         )
-    return tuple(found)
+    return tuple(briefs)
 
 
 def _moved(moves: Iterable[Transfer], late_s: float) -> str:

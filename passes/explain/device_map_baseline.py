@@ -19,7 +19,7 @@ from gascompile.core.workload import Workload
 from gascompile.cost_models.simulate.replay import replay
 from gascompile.passes.bounds.certify import Proof, certify
 from gascompile.passes.bounds.least_time import least_time
-from gascompile.passes.model.problem import Placement, Problem, problem, visits_of
+from gascompile.passes.model.problem import Placement, Problem, problem, staged_copies
 from gascompile.passes.plan.assemble import assemble
 from gascompile.passes.plan.draft import Draft, draft_schedule, draft_sites
 from gascompile.passes.plan.emit import emit
@@ -32,7 +32,7 @@ STRATEGY = "device_map"
 IN_PLACE = "llama_cpp"
 
 
-def as_mapped(
+def device_map_baseline(
     workload: Workload,
     machine: Machine,
     budget: Budget,
@@ -105,13 +105,13 @@ def _in_place(task: Problem, placement: Placement, site: str) -> Draft | None:
         left = tuple(of[weight.name] for weight in reduced.weights)
         return _schedule(reduced, Placement(strategy=IN_PLACE, link_of=left))
 
-    found = sited(task, site, sent, others)
-    if found is None:
+    schedule = sited(task, site, sent, others)
+    if schedule is None:
         raise DeviceMapError(
             f"'{site}' has no room for what its ops read and make beside their weights; give it more, or the tier that "
             "computes more of the weights"
         )
-    return draft_sites(found)
+    return draft_sites(schedule)
 
 
 def _links_of(task: Problem, tiers: Mapping[str, str]) -> tuple[int | None, ...]:
@@ -120,7 +120,7 @@ def _links_of(task: Problem, tiers: Mapping[str, str]) -> tuple[int | None, ...]
     over: dict[str, int] = {}
     for i, link in reversed(list(enumerate(task.links))):
         over[link.source_tier] = i
-    found: list[int | None] = []
+    link_of: list[int | None] = []
     held: dict[str, list[tuple[int, str]]] = {}
     for weight in task.weights:
         tier = tiers[weight.name]
@@ -130,7 +130,7 @@ def _links_of(task: Problem, tiers: Mapping[str, str]) -> tuple[int | None, ...]
                 f"'{site}'; its links start at {', '.join(sorted(over)) or 'no tier'}",
                 names=(weight.name,),
             )
-        found.append(None if tier == site else over[tier])
+        link_of.append(None if tier == site else over[tier])
         held.setdefault(tier, []).append((weight.size_bytes, weight.name))
     for tier, room_bytes in task.room_bytes.items():
         total = sum(size_bytes for size_bytes, _ in held.get(tier, ()))
@@ -141,7 +141,7 @@ def _links_of(task: Problem, tiers: Mapping[str, str]) -> tuple[int | None, ...]
                 f"{format_size(room_bytes)}; the largest of it are {', '.join(largest)}",
                 names=tuple(largest),
             )
-    return tuple(found)
+    return tuple(link_of)
 
 
 def _schedule(task: Problem, placement: Placement) -> Schedule:
@@ -151,12 +151,12 @@ def _schedule(task: Problem, placement: Placement) -> Schedule:
         for weight, link in zip(task.weights, placement.link_of, strict=True)
         if link is None
     )
-    visits = visits_of(task, placement)
+    copies = staged_copies(task, placement)
     taken: dict[int, int] = {}
     offsets = []
-    for visit in visits:
-        offsets.append(taken.get(visit.start, 0))
-        taken[visit.start] = offsets[-1] + visit.reserved_bytes
+    for copy in copies:
+        offsets.append(taken.get(copy.start, 0))
+        taken[copy.start] = offsets[-1] + copy.reserved_bytes
     staging_bytes = max(taken.values(), default=0)
     if resident_bytes + staging_bytes > task.arena_limit_bytes:
         tier = task.machine.compute_tier
@@ -171,8 +171,8 @@ def _schedule(task: Problem, placement: Placement) -> Schedule:
         placement=placement,
         resident_bytes=resident_bytes,
         staging_bytes=staging_bytes,
-        visits=tuple(visits),
+        copies=tuple(copies),
         offsets=tuple(offsets),
-        points=tuple(visit.start for visit in visits),
+        points=tuple(copy.start for copy in copies),
         seconds=0.0,
     )

@@ -147,7 +147,7 @@ def _placed(plan: Plan) -> dict[str, _Placed]:
     for name in plan.tensors:
         if (base := base_name(name)) == name or base not in plan.tensors:
             parts.setdefault(base, []).append(name)
-    found: dict[str, _Placed] = {}
+    placed: dict[str, _Placed] = {}
     for base, names in parts.items():
         homes: dict[str, int] = {}
         for name in names:
@@ -155,13 +155,13 @@ def _placed(plan: Plan) -> dict[str, _Placed]:
             homes[tensor.home] = homes.get(tensor.home, 0) + tensor.size_bytes
         total = sum(homes.values())
         shares = (f"{tier} {size / total:.0%}" for tier, size in sorted(homes.items()) if total)
-        found[base] = _Placed(
+        placed[base] = _Placed(
             kind=plan.tensors[names[0]].kind,
             size_bytes=total,
             home=next(iter(homes)) if len(homes) == 1 else ", ".join(shares),
             moved_bytes=moved.get(base, {}),
         )
-    return found
+    return placed
 
 
 def _same(a: float, b: float) -> bool:
@@ -177,8 +177,8 @@ def _title(plan: Plan) -> str:
 
 def _summary(a: Plan, b: Plan) -> Iterable[Change]:
     """Yield what differs: first what came out, then what went in, then what it takes."""
-    found_a, found_b = a.certificate, b.certificate
-    yield from _change("predicted", "s", found_a.predicted_s, found_b.predicted_s)
+    certificate_a, certificate_b = a.certificate, b.certificate
+    yield from _change("predicted", "s", certificate_a.predicted_s, certificate_b.predicted_s)
     yield from _change("workload", "", a.workload.name, b.workload.name)
     yield from _change("machine", "", a.machine.name, b.machine.name)
     if a.machine.name == b.machine.name:
@@ -187,9 +187,9 @@ def _summary(a: Plan, b: Plan) -> Iterable[Change]:
     yield from _changes("peak of", a.peak_bytes, b.peak_bytes)
     yield from _changes("moved over", a.link_bytes, b.link_bytes)
     yield from _changes("arena in", a.arena_bytes, b.arena_bytes)
-    yield from _change("lower bound", "s", found_a.lower_bound_s, found_b.lower_bound_s)
-    yield from _change("physical limit", "s", found_a.limit_s, found_b.limit_s)
-    yield from _change("set by", "", found_a.binding, found_b.binding)
+    yield from _change("lower bound", "s", certificate_a.lower_bound_s, certificate_b.lower_bound_s)
+    yield from _change("physical limit", "s", certificate_a.limit_s, certificate_b.limit_s)
+    yield from _change("set by", "", certificate_a.binding, certificate_b.binding)
     yield from _change("strategy", "", a.strategy, b.strategy)
     yield from _change("form", "", _form(a), _form(b))
 
@@ -229,7 +229,7 @@ def _changes(name: str, before: Mapping[str, int], after: Mapping[str, int]) -> 
 
 
 def _homes(a: Mapping[str, _Placed], b: Mapping[str, _Placed]) -> tuple[HomeChange, ...]:
-    found = [
+    changes = [
         HomeChange(
             tensor=name,
             kind=placed.kind,
@@ -240,11 +240,11 @@ def _homes(a: Mapping[str, _Placed], b: Mapping[str, _Placed]) -> tuple[HomeChan
         for name, placed in b.items()
         if name in a and a[name].home != placed.home
     ]
-    return tuple(sorted(found, key=lambda change: -change.size_bytes))
+    return tuple(sorted(changes, key=lambda change: -change.size_bytes))
 
 
 def _moves(a: Mapping[str, _Placed], b: Mapping[str, _Placed]) -> tuple[MoveChange, ...]:
-    found = [
+    changes = [
         MoveChange(
             tensor=name,
             size_bytes=placed.size_bytes,
@@ -258,12 +258,12 @@ def _moves(a: Mapping[str, _Placed], b: Mapping[str, _Placed]) -> tuple[MoveChan
     def change_bytes(change: MoveChange) -> int:
         return abs(sum(change.after.values()) - sum(change.before.values()))
 
-    return tuple(sorted(found, key=lambda change: (-change_bytes(change), -change.size_bytes)))
+    return tuple(sorted(changes, key=lambda change: (-change_bytes(change), -change.size_bytes)))
 
 
 def _moved_bytes(plan: Plan) -> dict[str, dict[str, int]]:
     """Return per tensor the bytes that move over each link or are computed again."""
-    found: dict[str, dict[str, int]] = {}
+    moved_bytes: dict[str, dict[str, int]] = {}
     for step in plan.steps:
         if isinstance(step, (Prefetch, Reload, Offload)):
             names: tuple[str, ...] = (step.tensor,)
@@ -273,28 +273,28 @@ def _moved_bytes(plan: Plan) -> dict[str, dict[str, int]]:
         else:
             continue
         for name in names:
-            moved = found.setdefault(base_name(name), {})
+            moved = moved_bytes.setdefault(base_name(name), {})
             moved[way] = moved.get(way, 0) + plan.tensors[name].size_bytes
-    return found
+    return moved_bytes
 
 
 def _ops(plan: Plan) -> dict[str, tuple[str, float]]:
     """Return site and seconds of each op, its tiles together."""
-    found: dict[str, tuple[str, float]] = {}
+    site_and_time: dict[str, tuple[str, float]] = {}
     for op in plan.ops:
         name = base_name(op.name)
-        sites, time_s = found.get(name, (op.site, 0.0))
+        sites, time_s = site_and_time.get(name, (op.site, 0.0))
         sites = sites if op.site in sites.split(", ") else f"{sites}, {op.site}"
-        found[name] = (sites, time_s + op.time_s)
-    return found
+        site_and_time[name] = (sites, time_s + op.time_s)
+    return site_and_time
 
 
 def _sites(
     a: Mapping[str, tuple[str, float]], b: Mapping[str, tuple[str, float]]
 ) -> tuple[SiteChange, ...]:
-    found = [
+    changes = [
         SiteChange(op=name, before=a[name][0], after=site, before_s=a[name][1], after_s=time_s)
         for name, (site, time_s) in b.items()
         if name in a and (a[name][0] != site or not _same(a[name][1], time_s))
     ]
-    return tuple(sorted(found, key=lambda change: -abs(change.after_s - change.before_s)))
+    return tuple(sorted(changes, key=lambda change: -abs(change.after_s - change.before_s)))

@@ -168,8 +168,8 @@ def _bound(plan: Plan, op: OpSpec, site: str, time_s: float) -> str:
 def _tensor(plan: Plan, tensor: TensorSpec) -> TensorExplanation:
     ops = plan.workload.ops
     uses = tuple(op.name for op in ops if tensor.name in op.reads)
-    found = trace(plan)
-    stalls = tuple(stall for stall in found.stalls if stall.tensor == tensor.name)
+    timeline = trace(plan)
+    stalls = tuple(stall for stall in timeline.stalls if stall.tensor == tensor.name)
     base = TensorExplanation(
         name=tensor.name,
         kind=tensor.kind,
@@ -179,7 +179,7 @@ def _tensor(plan: Plan, tensor: TensorSpec) -> TensorExplanation:
         uses=uses,
         writers=tuple(op.name for op in ops if tensor.name in op.writes),
         transfers=tuple(
-            t for t in found.transfers if t.tensor == tensor.name and t.wait_op is not None
+            t for t in timeline.transfers if t.tensor == tensor.name and t.wait_op is not None
         ),
         releases=tuple(
             s.op for s in plan.steps if isinstance(s, Release) and s.tensor == tensor.name
@@ -205,14 +205,14 @@ def _tensor(plan: Plan, tensor: TensorSpec) -> TensorExplanation:
 def _tiled(plan: Plan, name: str, tiles: Sequence[TensorSpec]) -> TensorExplanation:
     """Return what all tiles of a weight do together."""
     names = {tile.name for tile in tiles}
-    found = trace(plan)
+    timeline = trace(plan)
     sizes: dict[str, int] = {}
     for tile in tiles:
         home = _home(plan, tile)
         sizes[home] = sizes.get(home, 0) + tile.size_bytes
     shares = ", ".join(f"{format_size(size)} in {tier}" for tier, size in sizes.items())
     uses = [base_name(op.name) for op in plan.workload.ops if names.intersection(op.reads)]
-    stalls = tuple(stall for stall in found.stalls if stall.tensor in names)
+    stalls = tuple(stall for stall in timeline.stalls if stall.tensor in names)
     return TensorExplanation(
         name=name,
         kind=tiles[0].kind,
@@ -221,7 +221,9 @@ def _tiled(plan: Plan, name: str, tiles: Sequence[TensorSpec]) -> TensorExplanat
         reason=f"it is divided into {len(tiles)} tiles, {shares}; ask about one of them, such as '{tiles[0].name}'",
         uses=tuple(dict.fromkeys(uses)),
         writers=(),
-        transfers=tuple(t for t in found.transfers if t.tensor in names and t.wait_op is not None),
+        transfers=tuple(
+            t for t in timeline.transfers if t.tensor in names and t.wait_op is not None
+        ),
         releases=tuple(s.op for s in plan.steps if isinstance(s, Release) and s.tensor in names),
         stall_s=sum(stall.time_s for stall in stalls),
         stalls=stalls,
@@ -248,21 +250,21 @@ def _home(plan: Plan, tensor: TensorSpec) -> str:
     return planned.home if planned is not None else plan.machine.compute_tier
 
 
-def _reason_without_choice(found: TensorExplanation, plan: Plan) -> str:
+def _reason_without_choice(tensor: TensorExplanation, plan: Plan) -> str:
     site = plan.machine.compute_tier
-    if found.kind == TensorKind.INPUT:
+    if tensor.kind == TensorKind.INPUT:
         return "an input is the caller's memory; the plan neither moves nor counts it"
-    if found.kind == TensorKind.WEIGHT:
-        rows = next((op.name for op in plan.workload.ops if found.name in gathered(op)), None)
+    if tensor.kind == TensorKind.WEIGHT:
+        rows = next((op.name for op in plan.workload.ops if tensor.name in gathered(op)), None)
         if rows is not None:
-            return f"'{rows}' reads the rows it needs from {found.home} by itself, so it is never loaded whole"
+            return f"'{rows}' reads the rows it needs from {tensor.home} by itself, so it is never loaded whole"
         return "no op reads it, so it is never loaded"
-    if found.kind == TensorKind.STATE:
+    if tensor.kind == TensorKind.STATE:
         return f"a state is read and written in place, so it stays in {site} all the time"
-    if found.kind == TensorKind.OUTPUT:
+    if tensor.kind == TensorKind.OUTPUT:
         return f"an output stays in {site} until it is handed to the caller"
-    begins = found.writers[0] if found.writers else "the start"
-    ends = found.uses[-1] if found.uses else begins
+    begins = tensor.writers[0] if tensor.writers else "the start"
+    ends = tensor.uses[-1] if tensor.uses else begins
     return f"it lives in {site} from '{begins}' until '{ends}' has read it, and nowhere else"
 
 
@@ -281,22 +283,22 @@ def _reason_of_update(plan: Plan, name: str) -> str | None:
     return None
 
 
-def _reason_in_arena(found: TensorExplanation, plan: Plan) -> str:
+def _reason_in_arena(tensor: TensorExplanation, plan: Plan) -> str:
     site = plan.machine.compute_tier
-    if found.home == site:
+    if tensor.home == site:
         return f"it stays in the arena of {site}"
-    return f"it is streamed from {found.home} through the arena of {site}"
+    return f"it is streamed from {tensor.home} through the arena of {site}"
 
 
-def _reason_of_choice(found: TensorExplanation, plan: Plan, choices: tuple[OtherMove, ...]) -> str:
+def _reason_of_choice(tensor: TensorExplanation, plan: Plan, choices: tuple[OtherMove, ...]) -> str:
     """Return what is done with a tensor outside the arena, and why it is not simply kept."""
     site = plan.machine.compute_tier
-    choice, way = choice_of(plan, found.name)
+    choice, way = choice_of(plan, tensor.name)
     if choice == KEEP:
-        if found.kind == TensorKind.WEIGHT:
-            where = f"it rests in {found.home}"
-            return where if found.home == site else f"{where}, where the ops run that read it"
-        return _reason_without_choice(found, plan)
+        if tensor.kind == TensorKind.WEIGHT:
+            where = f"it rests in {tensor.home}"
+            return where if tensor.home == site else f"{where}, where the ops run that read it"
+        return _reason_without_choice(tensor, plan)
     done = (
         f"it leaves {site} for {way} while no op needs it"
         if choice == MOVE
@@ -307,7 +309,7 @@ def _reason_of_choice(found: TensorExplanation, plan: Plan, choices: tuple[Other
         return done
     if keep.change_s is None:
         return f"{done}: kept, {keep.obstacle}"
-    if keep.change_s < -_SAME * found.plan_s:
+    if keep.change_s < -_SAME * tensor.plan_s:
         return (
             f"{done}; keeping it would save {format_time(-keep.change_s)}, which the search did not find "
             f"(its gap is {plan.certificate.gap:.2%})"
@@ -315,28 +317,28 @@ def _reason_of_choice(found: TensorExplanation, plan: Plan, choices: tuple[Other
     return f"{done}: keeping it would save no time"
 
 
-def _reason(plan: Plan, found: TensorExplanation, other: Alternative) -> str:
+def _reason(plan: Plan, tensor: TensorExplanation, other: Alternative) -> str:
     site = plan.machine.compute_tier
     if other.change_s is None:
-        if found.home == site:
+        if tensor.home == site:
             return f"it stays in {site}: streamed, it would not fit beside what is in use at the same time"
         return (
-            f"it is streamed from {found.home}: kept in {site} it takes {format_size(other.arena_change_bytes)}, which "
-            f"the budget of {format_size(plan.budget_bytes[site])} does not leave"
+            f"it is streamed from {tensor.home}: kept in {site} it takes {format_size(other.arena_change_bytes)}, "
+            f"which the budget of {format_size(plan.budget_bytes[site])} does not leave"
         )
-    small = abs(other.change_s) <= _SAME * found.plan_s
-    if found.home == site:
+    small = abs(other.change_s) <= _SAME * tensor.plan_s
+    if tensor.home == site:
         if small or other.change_s < 0:
             return f"it stays in {site} because there is room; streaming it would cost no time"
         return f"it stays in {site}: streaming it would cost {format_time(other.change_s)} per iteration"
     if small:
-        return f"it is streamed from {found.home}: keeping it in {site} would save no time"
+        return f"it is streamed from {tensor.home}: keeping it in {site} would save no time"
     if other.change_s > 0:
         return (
-            f"it is streamed from {found.home}: keeping it in {site} would cost {format_time(other.change_s)} per "
+            f"it is streamed from {tensor.home}: keeping it in {site} would cost {format_time(other.change_s)} per "
             "iteration, because less room would be left to prefetch the others into"
         )
     return (
-        f"it is streamed from {found.home}; keeping it in {site} would save {format_time(-other.change_s)}, which the "
+        f"it is streamed from {tensor.home}; keeping it in {site} would save {format_time(-other.change_s)}, which the "
         f"search left within its gap of {plan.certificate.gap:.2%}"
     )

@@ -46,19 +46,19 @@ def other_moves(plan: Plan, name: str) -> tuple[OtherMove, ...]:
     kind = plan.tensors[name].kind
     now = choice_of(plan, name)
     kept = _stripped(plan, name)
-    found: list[OtherMove] = []
+    others: list[OtherMove] = []
     if now[0] != KEEP:
-        found.append(_evaluate(plan, kept, (KEEP, "")))
+        others.append(_evaluate(plan, kept, (KEEP, "")))
     for out, back in _routes(plan):
         moved = _moved_state(kept, name, out, back) if kind in PERSISTENT else None
         if kind not in PERSISTENT:
             moved = _moved(kept, name, out, back)
         if moved is not None and now != (MOVE, back.source_tier):
-            found.append(_evaluate(plan, moved, (MOVE, back.source_tier)))
+            others.append(_evaluate(plan, moved, (MOVE, back.source_tier)))
     again = _recomputed(kept, name)
     if again is not None and now[0] != RECOMPUTE:
-        found.append(_evaluate(plan, again, (RECOMPUTE, plan.ops[_writers(plan, name)[0]].name)))
-    return tuple(found)
+        others.append(_evaluate(plan, again, (RECOMPUTE, plan.ops[_writers(plan, name)[0]].name)))
+    return tuple(others)
 
 
 def choice_of(plan: Plan, name: str) -> tuple[str, str]:
@@ -138,13 +138,13 @@ def _stripped(plan: Plan, name: str) -> Plan:
 
 def _accesses(plan: Plan, name: str) -> list[int]:
     """Return the steps at which an op reads or writes the tensor."""
-    found = []
+    steps = []
     for i, step in enumerate(plan.steps):
         if isinstance(step, (Compute, Recompute)):
             op = plan.workload.ops[_op_of(step)]
             if name in op.reads or name in op.writes:
-                found.append(i)
-    return found
+                steps.append(i)
+    return steps
 
 
 def _op_of(step: Compute | Recompute) -> int:

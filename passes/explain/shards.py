@@ -94,7 +94,7 @@ def explain_shards(
     if subject not in _TERMS:
         raise ValueError(f"'{subject}' is not sharded over ranks; ask for {', '.join(SUBJECTS)}")
     made = plan_shards(workload, hosts, training=training)
-    found = []
+    others = []
     for choice, allows in _TERMS[subject]:
         num_layers = sum(g.layers for g in made.groups if allows(g))
         predicted_s, binding, obstacle = None, "", ""
@@ -105,7 +105,7 @@ def explain_shards(
             predicted_s, binding = other.predicted_s, other.binding
         except (InfeasiblePlanError, SolverError, UnsupportedOpError) as error:
             obstacle = _why_not(error)
-        found.append(
+        others.append(
             OtherShards(
                 choice=choice,
                 layers=num_layers,
@@ -115,7 +115,7 @@ def explain_shards(
                 obstacle=obstacle,
             )
         )
-    return ShardsExplanation(subject=subject, plan=made, others=tuple(found))
+    return ShardsExplanation(subject=subject, plan=made, others=tuple(others))
 
 
 def _why_not(error: Exception) -> str:

@@ -184,11 +184,11 @@ class _Search:
         """Plan one variant and compare it."""
         label = f"{change}: {subject}"
         conditions = (machine or self.machine, limits or self.limits)
-        found = self.plan(label, *conditions)
-        relaxed = self.relaxed(*conditions) if found is not None else None
+        plan = self.plan(label, *conditions)
+        relaxed = self.relaxed(*conditions) if plan is not None else None
         base = self.base_solution
         gained_s = None if relaxed is None or base is None else relaxed.bound_s - base.bound_s
-        predicted_s = found.certificate.predicted_s if found is not None else None
+        predicted_s = plan.certificate.predicted_s if plan is not None else None
         return Variant(
             change=change,
             subject=subject,
@@ -196,11 +196,11 @@ class _Search:
             predicted_s=predicted_s,
             change_s=None if predicted_s is None else predicted_s - self.base_s,
             proven_change_s=(
-                None if found is None else found.certificate.lower_bound_s - self.base_s
+                None if plan is None else plan.certificate.lower_bound_s - self.base_s
             ),
             price_s=None if base is None else self._priced(base, change, subject, amount),
             bound_change_s=gained_s,
-            required_bytes=self.required_bytes if found is None else None,
+            required_bytes=self.required_bytes if plan is None else None,
         )
 
     def _priced(self, base: Solution, change: str, subject: str, amount: float) -> float | None:
@@ -220,7 +220,7 @@ class _Search:
         if self._move_all or not task.links or task.arena_limit_bytes < 0:
             return None
         try:
-            found = place(
+            solution = place(
                 task,
                 task.arena_limit_bytes,
                 time_limit_s=self._time_limit_s,
@@ -229,7 +229,7 @@ class _Search:
             )
         except SolverError:
             return None
-        return None if found.timed_out else found
+        return None if solution.timed_out else solution
 
     def task(self) -> Problem:
         """Return the unchanged planning problem."""
@@ -263,13 +263,13 @@ def _changes_weights(plan: Plan) -> bool:
 
 def _budgets(search: _Search, step_bytes: int | None) -> list[Variant]:
     """Return each tier with more memory than its budget."""
-    found = []
+    variants = []
     for tier, limit_bytes in search.limits.items():
         step = step_bytes or _default_step(limit_bytes, GIB)
         limits = {**search.limits, tier: limit_bytes + step}
         machine = _with_room(search.machine, limits)
-        found.append(search.variant("budget", tier, step, machine=machine, limits=limits))
-    return found
+        variants.append(search.variant("budget", tier, step, machine=machine, limits=limits))
+    return variants
 
 
 def _default_step(value: float, whole: int) -> int:
@@ -285,20 +285,20 @@ def _with_room(machine: Machine, limits: dict[str, int]) -> Machine:
 
 def _links(search: _Search, step_bytes_per_s: float | None) -> list[Variant]:
     """Return each link, and each pipe that links share, with more bandwidth."""
-    found = []
+    variants = []
     machine = search.machine
     for i, link in enumerate(machine.links):
         step = step_bytes_per_s or _default_step(link.bandwidth_bytes_per_s, 10**9)
         faster = replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s + step)
         links = (*machine.links[:i], faster, *machine.links[i + 1 :])
         changed = replace(machine, links=links)
-        found.append(search.variant("bandwidth", link.name, step, machine=changed))
+        variants.append(search.variant("bandwidth", link.name, step, machine=changed))
     for i, pipe in enumerate(machine.pipes):
         step = step_bytes_per_s or _default_step(pipe.bandwidth_bytes_per_s, 10**9)
         wider = replace(pipe, bandwidth_bytes_per_s=pipe.bandwidth_bytes_per_s + step)
         changed = replace(machine, pipes=(*machine.pipes[:i], wider, *machine.pipes[i + 1 :]))
-        found.append(search.variant("bandwidth", pipe.name, step, machine=changed))
-    return found
+        variants.append(search.variant("bandwidth", pipe.name, step, machine=changed))
+    return variants
 
 
 def _second_drive(search: _Search) -> list[Variant]:
@@ -345,9 +345,9 @@ def _next_budget(search: _Search) -> list[Variant]:
     for size_bytes in (align_up(int(limit_bytes * growth)) for growth in _GROWTH):
         if size_bytes >= ceiling:
             break
-        found = _at(search, size_bytes)
-        if _helps(search, found):
-            best = found
+        tried = _at(search, size_bytes)
+        if _helps(search, tried):
+            best = tried
             break
         low = size_bytes
     for _ in range(_BISECTIONS):
@@ -355,9 +355,9 @@ def _next_budget(search: _Search) -> list[Variant]:
         middle = align_up((low + high) // 2)
         if not low + PAGE_BYTES < middle < high - PAGE_BYTES:
             break
-        found = _at(search, middle)
-        if _helps(search, found):
-            best = found
+        tried = _at(search, middle)
+        if _helps(search, tried):
+            best = tried
         else:
             low = middle
     return [best]
@@ -376,8 +376,8 @@ def _at(search: _Search, size_bytes: int) -> Variant:
     return search.variant("next", search.site, amount, machine=machine, limits=limits)
 
 
-def _helps(search: _Search, found: Variant) -> bool:
-    return found.change_s is not None and found.change_s <= -_HELPS * search.base_s
+def _helps(search: _Search, variant: Variant) -> bool:
+    return variant.change_s is not None and variant.change_s <= -_HELPS * search.base_s
 
 
 def _half_budget(search: _Search) -> list[Variant]:

@@ -152,7 +152,7 @@ def _with_sites(
     sites: Sequence[str],
 ) -> tuple[OpSpec, ...]:
     """Return the ops with the seconds at ``sites`` of those that may run there."""
-    found = []
+    costed = []
     for op, known in zip(ops, facts.ops, strict=True):
         times_s = dict(op.time_s)
         if leaves(op, nodes[op.name], bound):
@@ -160,5 +160,5 @@ def _with_sites(
                 # Without a rate for its dtype there it stays.
                 with contextlib.suppress(UnsupportedOpError):
                     times_s[site] = time_s(known, site, machine)
-        found.append(replace(op, time_s=times_s))
-    return tuple(found)
+        costed.append(replace(op, time_s=times_s))
+    return tuple(costed)

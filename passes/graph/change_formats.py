@@ -1,6 +1,6 @@
 """Change forms: weights that move in another form than they are computed in, and the ops that take them so.
 
-Run before annotation, so that what is planned, tiled, gathered, moved and laid out are wire bytes. A linear
+Run before annotation, so that what is planned, tiled, gathered, moved and laid out are the bytes that move. A linear
 layer decodes its weight block by block as it multiplies; of an embedding the gathered rows are decoded; every
 other use gets the weight decoded by an op of its own, right before the first use.
 """
@@ -17,7 +17,7 @@ from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.program import BoundSpec, Program
 from gascompile.core.workload import Forms
 from gascompile.formats.layout import is_packed
-from gascompile.formats.ops import DECODE, LINEAR, FormSpec, wire_matrix
+from gascompile.formats.ops import DECODE, LINEAR, FormSpec, transfer_matrix
 from gascompile.formats.packings import packing_of
 
 _EMBEDDING = torch.ops.aten.embedding.default
@@ -28,8 +28,8 @@ _TRANSPOSE = torch.ops.aten.transpose.int
 _CLONE = torch.ops.aten.clone.default
 
 
-def change_forms(program: Program, forms: Mapping[str, FormSpec]) -> Program:
-    """Return ``program`` with the weights of ``forms`` in their wire forms, and its ops rewritten to take them.
+def change_formats(program: Program, forms: Mapping[str, FormSpec]) -> Program:
+    """Return ``program`` with the weights of ``forms`` in their transfer formats, and its ops rewritten to take them.
 
     Args:
         program: as captured; it is not changed.
@@ -44,7 +44,7 @@ def change_forms(program: Program, forms: Mapping[str, FormSpec]) -> Program:
     bound = dict(program.bound)
     for name, spec in forms.items():
         _check(program, name, spec)
-        bound[name] = _wire_spec(program.bound[name], spec)
+        bound[name] = _transfer_spec(program.bound[name], spec)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(program.graph_module.graph, copies))
@@ -81,11 +81,11 @@ def _check(program: Program, name: str, spec: FormSpec) -> None:
         raise ValueError(f"'{name}' has the shape {list(shape)}; {spec.wire} is for matrices")
 
 
-def _wire_spec(bound: BoundSpec, spec: FormSpec) -> BoundSpec:
+def _transfer_spec(bound: BoundSpec, spec: FormSpec) -> BoundSpec:
     if not is_packed(spec.wire):
         return BoundSpec(dtype=spec.wire, shape=bound.shape)
     rows, columns = bound.shape
-    dtype, shape = wire_matrix(spec.wire, rows, columns, spec.group)
+    dtype, shape = transfer_matrix(spec.wire, rows, columns, spec.group)
     return BoundSpec(dtype=dtype, shape=shape)
 
 
@@ -136,9 +136,9 @@ def _order_result(layer: fx.Node, value: torch.Tensor, heads: int) -> None:
 
 
 def _change(weight: fx.Node, bound: BoundSpec, spec: FormSpec) -> None:
-    """Give the users of a placeholder the weight in its wire form, or what they need of it."""
+    """Give the users of a placeholder the weight in its transfer format, or what they need of it."""
     compute: torch.dtype = getattr(torch, bound.dtype)
-    wire = _wire_spec(bound, spec)
+    wire = _transfer_spec(bound, spec)
     value = weight.meta.get("val")
     if isinstance(value, torch.Tensor):
         weight.meta = {**weight.meta, "val": value.new_empty(wire.shape, dtype=_dtype(wire))}
@@ -146,8 +146,8 @@ def _change(weight: fx.Node, bound: BoundSpec, spec: FormSpec) -> None:
     has_rows = packing_of(spec.wire) is None
     rest = []
     for user in list(weight.users):
-        if _takes_wire(user, weight, compute):
-            _to_wire_linear(user, spec)
+        if _takes_packed(user, weight, compute):
+            _to_packed_linear(user, spec)
         elif has_rows and user.target is _EMBEDDING and user.args[0] is weight is not user.args[1]:
             _decode_rows(user, fixed, wire)
         else:
@@ -160,7 +160,7 @@ def _change(weight: fx.Node, bound: BoundSpec, spec: FormSpec) -> None:
             user.replace_input_with(weight, decoded)
 
 
-def _takes_wire(user: fx.Node, weight: fx.Node, compute: torch.dtype) -> bool:
+def _takes_packed(user: fx.Node, weight: fx.Node, compute: torch.dtype) -> bool:
     """Return whether ``user`` is a linear layer of ``weight`` on inputs of the dtype it is computed in."""
     if user.target is not _LINEAR or user.args[1] is not weight:
         return False
@@ -171,7 +171,7 @@ def _takes_wire(user: fx.Node, weight: fx.Node, compute: torch.dtype) -> bool:
     return len(user.args) >= 2 and isinstance(value, torch.Tensor) and value.dtype == compute
 
 
-def _to_wire_linear(user: fx.Node, spec: FormSpec) -> None:
+def _to_packed_linear(user: fx.Node, spec: FormSpec) -> None:
     x, weight, bias = (*user.args, None)[:3]
     bias = user.kwargs.get("bias", bias)
     user.target = LINEAR
@@ -192,11 +192,11 @@ def _decode_rows(user: fx.Node, fixed: tuple[fx.node.Argument, ...], wire: Bound
 
 
 def _dtype(bound: BoundSpec) -> torch.dtype:
-    found: torch.dtype = getattr(torch, bound.dtype)
-    return found
+    dtype: torch.dtype = getattr(torch, bound.dtype)
+    return dtype
 
 
 def _first(graph: fx.Graph, nodes: list[fx.Node]) -> fx.Node:
     wanted = set(nodes)
-    found: fx.Node = next(node for node in graph.nodes if node in wanted)
-    return found
+    node: fx.Node = next(node for node in graph.nodes if node in wanted)
+    return node

@@ -13,7 +13,7 @@ SCALAR_BYTES = 256
 
 
 class Decoded(NamedTuple):
-    """A weight in its wire form and the rows it is multiplied with."""
+    """A weight in its transfer format and the rows it is multiplied with."""
 
     form: str
     num_weights: int

@@ -40,10 +40,10 @@ def grouped_attention(program: Program) -> Program:
     module = fx.GraphModule(program.graph_module, graph)
     nodes = list(graph.nodes)
     for i, node in enumerate(nodes):
-        found = _repeated_of(node)
+        unrepeated = _repeated_of(node)
         # Copies are of the time when they were made: what is written after that is not in them.
-        if found is not None and not _is_written_since(nodes[:i], node.args[1:3]):
-            node.args = (node.args[0], *found, *node.args[3:])
+        if unrepeated is not None and not _is_written_since(nodes[:i], node.args[1:3]):
+            node.args = (node.args[0], *unrepeated, *node.args[3:])
             node.update_kwarg("enable_gqa", True)
     graph.eliminate_dead_code(is_impure_node=_stays)
     graph.lint()
@@ -86,8 +86,8 @@ def _repeated_of(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         and query.shape[-1] == keys.shape[-1] == values.shape[-1]
         and all(tensor.stride(-1) == 1 for tensor in (query, keys, values))
     )
-    found: Any = sources
-    return found if fits else None
+    pair: Any = sources
+    return pair if fits else None
 
 
 def _source_of(node: Any) -> fx.Node | None:
@@ -96,8 +96,8 @@ def _source_of(node: Any) -> fx.Node | None:
     expanded = _argument(node, _aten.reshape.default)
     parts = _tensor(expanded)
     unsqueezed = _argument(expanded, _aten.expand.default)
-    found = _argument(unsqueezed, _aten.unsqueeze.default)
-    source = _tensor(found)
+    repeated = _argument(unsqueezed, _aten.unsqueeze.default)
+    source = _tensor(repeated)
     if source is None or whole is None or parts is None or unsqueezed is None:
         return None
     if source.dim() != _NUM_DIMS or unsqueezed.args[1] != _HEADS + 1:
@@ -106,7 +106,7 @@ def _source_of(node: Any) -> fx.Node | None:
     each = parts.shape[_HEADS + 1]
     is_repeated = parts.shape == (rows, heads, each, tokens, width)
     is_repeated = is_repeated and whole.shape == (rows, heads * each, tokens, width)
-    return found if is_repeated else None
+    return repeated if is_repeated else None
 
 
 def _argument(node: Any, target: torch._ops.OpOverload) -> fx.Node | None:

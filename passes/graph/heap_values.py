@@ -94,15 +94,15 @@ class HeapValues:
     def _views_of(self, source: fx.Node, plan: Plan) -> list[int]:
         """Return the ops that only look at an op's result, or at what such an op returns, in order."""
         number = {node: i for i, node in enumerate(self._ops)}
-        found: set[int] = set()
+        views: set[int] = set()
         pending = [source]
         while pending:
             for user in pending.pop().users:
                 i = number.get(user)
-                if i is not None and i not in found and not plan.workload.ops[i].writes:
-                    found.add(i)
+                if i is not None and i not in views and not plan.workload.ops[i].writes:
+                    views.add(i)
                     pending.append(user)
-        return sorted(found)
+        return sorted(views)
 
     def value(self, tensor: str, next_op: int) -> fx.Node:
         """Return the node whose result a tensor of the heap is.

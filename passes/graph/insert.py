@@ -1,8 +1,8 @@
 """Insert: a plan's moves become nodes of the graph, so that the graph's code reads as the schedule.
 
 Every bound placeholder gives way to nodes that ask the runtime for the tensor: ``resident`` for what
-stays or moves by the heap, one ``wait`` per visit for what is streamed. A use takes the visit it falls into; a
-view that was taken of an earlier visit is taken again of the current one, as the bytes of the old one may be gone.
+stays or moves by the heap, one ``wait`` per staged copy of what is streamed. A use takes the copy that is there then; a
+view that was taken of an earlier copy is taken again of the current one, as the bytes of the old one may be gone.
 An op that runs again is a second node, which those that follow read, as they do the views that are taken of it.
 Where ops run on several processors, ``send`` nodes are the copies between them.
 """
@@ -64,19 +64,19 @@ def _unused(name: str, graph: fx.Graph) -> str:
 
 
 def _check_ops(nodes: list[fx.Node], plan: Plan) -> None:
-    found = [op_name(node) for node in nodes]
+    names = [op_name(node) for node in nodes]
     planned = [op.name for op in plan.ops]
-    if found != planned:
+    if names != planned:
         differing = next(
             (
                 f"op {i} is '{a}' in the program and '{b}' in the plan"
-                for i, (a, b) in enumerate(zip(found, planned, strict=False))
+                for i, (a, b) in enumerate(zip(names, planned, strict=False))
                 if a != b
             ),
             "one is longer than the other",
         )
         raise PlanMismatchError(
-            f"the plan has {len(planned)} ops, the program {len(found)}: {differing}; plan this program again"
+            f"the plan has {len(planned)} ops, the program {len(names)}: {differing}; plan this program again"
         )
     order = [step.op for step in plan.steps if isinstance(step, Compute)]
     if order != list(range(len(planned))):
@@ -85,16 +85,16 @@ def _check_ops(nodes: list[fx.Node], plan: Plan) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A view of streamed weights: how to take it again, and the visits it was taken of."""
+    """A view of streamed weights: how to take it again, and the copies it was taken of."""
 
     args: tuple[fx.node.Argument, ...]
     kwargs: dict[str, fx.node.Argument]
-    visits: dict[fx.Node, fx.Node]
-    """Placeholder of a streamed weight -> the ``wait`` node of the visit."""
+    copies: dict[fx.Node, fx.Node]
+    """Placeholder of a streamed weight -> the ``wait`` node of its staged copy."""
 
 
 class _Rewrite:
-    """The graph under change and, as the steps are walked, the visit that each weight is in."""
+    """The graph under change and, as the steps are walked, the staged copy that each weight has."""
 
     def __init__(self, program: Program, plan: Plan, graph: fx.Graph) -> None:
         self._plan = plan
@@ -106,7 +106,7 @@ class _Rewrite:
             for node in graph.nodes
             if node.op == "placeholder" and node.name in program.bindings
         }
-        self._visits: dict[fx.Node, fx.Node] = {}
+        self._copies: dict[fx.Node, fx.Node] = {}
         self._views: dict[fx.Node, _View] = {}
         with graph.inserting_before(next(iter(graph.nodes))):
             self._mover = graph.placeholder(_unused("mover", graph))
@@ -144,9 +144,9 @@ class _Rewrite:
             if name not in self._plan.tensors:
                 raise PlanMismatchError(f"the plan does not know '{name}'; plan this program again")
             with self._graph.inserting_before(top):
-                found = self._ask(moves.resident, node, (self._mover, name))
-            node.replace_all_uses_with(found)
-            placed[name] = found
+                resident = self._ask(moves.resident, node, (self._mover, name))
+            node.replace_all_uses_with(resident)
+            placed[name] = resident
         return placed
 
     def _ask(
@@ -207,43 +207,43 @@ class _Rewrite:
             raise PlanMismatchError(
                 f"the plan waits for '{step.tensor}', which the program does not stream; plan again"
             )
-        visit = self._ask(moves.wait, owners[0], (self._mover, step.tensor, step.address))
-        self._visits.update(dict.fromkeys(owners, visit))
-        return visit
+        copy = self._ask(moves.wait, owners[0], (self._mover, step.tensor, step.address))
+        self._copies.update(dict.fromkeys(owners, copy))
+        return copy
 
     def _release(self, step: Release) -> fx.Node:
-        for node, visit in list(self._visits.items()):
-            if visit.args[1:] == (step.tensor, step.address):
-                del self._visits[node]
+        for node, copy in list(self._copies.items()):
+            if copy.args[1:] == (step.tensor, step.address):
+                del self._copies[node]
         return add_node(self._graph, moves.release, (self._mover, step.tensor, step.address))
 
     def _compute(self, op: int) -> None:
         node, spec = self._ops[op], self._plan.workload.ops[op]
         taken = _View(node.args, node.kwargs, self._bases(node))
         with self._graph.inserting_before(node):
-            self._point_at_visits(node, spec.reads)
+            self._point_at_copies(node, spec.reads)
             if self._sites is not None:
                 self._sites.point(node, self._plan.ops[op].site)
         own = result_name(spec.name, spec.writes)
         makes_view = not any(name == own or name.startswith(f"{own}.") for name in spec.writes)
-        if taken.visits and makes_view:
+        if taken.copies and makes_view:
             self._views[node] = taken
         self._next_op = op + 1
         self._heap.made(op)
 
     def _bases(self, node: fx.Node) -> dict[fx.Node, fx.Node]:
-        """Return the current visits of the streamed weights that the arguments of ``node`` lie in."""
+        """Return the current copies of the streamed weights that the arguments of ``node`` lie in."""
         bases: dict[fx.Node, fx.Node] = {}
         for argument in node.all_input_nodes:
             for base in (argument, *self._view_bases(argument)):
-                if base in self._visits:
-                    bases[base] = self._visits[base]
+                if base in self._copies:
+                    bases[base] = self._copies[base]
         return bases
 
     def _view_bases(self, node: fx.Node) -> tuple[fx.Node, ...]:
-        return tuple(self._views[node].visits) if node in self._views else ()
+        return tuple(self._views[node].copies) if node in self._views else ()
 
-    def _point_at_visits(self, user: fx.Node, reads: tuple[str, ...]) -> None:
+    def _point_at_copies(self, user: fx.Node, reads: tuple[str, ...]) -> None:
         for argument in tuple(user.all_input_nodes):
             current = self._current(argument, reads)
             if current is not argument:
@@ -252,17 +252,17 @@ class _Rewrite:
     def _current(self, node: fx.Node, reads: tuple[str, ...] = ()) -> fx.Node:
         """Return the node that holds now what ``node`` held in the program."""
         if node in self._streamed:
-            if node not in self._visits:
+            if node not in self._copies:
                 raise PlanMismatchError(
-                    f"'{self._streamed[node]}' is used before op {self._next_op} outside its visits; plan again"
+                    f"'{self._streamed[node]}' is used before op {self._next_op} outside its staged copies; plan again"
                 )
-            return self._visits[node]
+            return self._copies[node]
         if (latest := self._heap.latest.get(node)) is not None:
             return latest
         view = self._views.get(node)
         if view is None or all(
-            self._visits.get(base) is visit
-            for base, visit in view.visits.items()
+            self._copies.get(base) is copy
+            for base, copy in view.copies.items()
             if self._streamed[base] in reads
         ):
             return node
@@ -275,7 +275,7 @@ class _Rewrite:
         """Point the outputs at what is there at the end and drop the bound placeholders."""
         if self._next_op != len(self._ops):
             raise PlanMismatchError("the plan's steps end before the program does; plan again")
-        self._point_at_visits(self._output, ())
+        self._point_at_copies(self._output, ())
         if self._sites is not None:
             with self._graph.inserting_before(self._output):
                 self._sites.point(self._output, self._plan.machine.compute_tier)

@@ -36,8 +36,8 @@ def other_sites(machine: Machine) -> tuple[str, ...]:
     # What slows links down was measured beside ops of the tier that computes.
     is_calm = not (machine.interference.points or machine.interference.op_s_per_byte)
     hosts = (place.name for place in machine.places if place.kind is PlaceKind.CPU)
-    found = (h for h in hosts if h != own and h in known and {(own, h), (h, own)} <= links)
-    return tuple(found)[:1] if is_calm else ()
+    able = (h for h in hosts if h != own and h in known and {(own, h), (h, own)} <= links)
+    return tuple(able)[:1] if is_calm else ()
 
 
 def may_leave(node: fx.Node) -> bool:

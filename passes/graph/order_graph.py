@@ -15,18 +15,18 @@ from gascompile.core.program import op_name
 from gascompile.passes.graph.leaving import is_update
 
 
-def same_order(found: Sequence[str], sites: Mapping[str, str], own: str) -> bool:
+def same_order(names: Sequence[str], sites: Mapping[str, str], own: str) -> bool:
     """Return whether ops in the order of a program may run in that of a plan.
 
     Args:
-        found: names of ops in the order of the program.
+        names: names of ops in the order of the program.
         sites: where each op of the plan runs, by its name, in the plan's order.
         own: the tier that computes.
     """
-    if len(found) != len(sites) or set(found) != sites.keys():
+    if len(names) != len(sites) or set(names) != sites.keys():
         return False
     stays = [name for name, site in sites.items() if site == own]
-    return [name for name in found if sites[name] == own] == stays
+    return [name for name in names if sites[name] == own] == stays
 
 
 def order_graph(graph: fx.Graph, sites: Mapping[str, str], own: str) -> None:
@@ -41,8 +41,8 @@ def order_graph(graph: fx.Graph, sites: Mapping[str, str], own: str) -> None:
         PlanMismatchError: an op would come before what it reads.
     """
     nodes = {op_name(node): node for node in graph.nodes if node.op == "call_function"}
-    found = list(nodes)
-    if found == list(sites) or not same_order(found, sites, own):
+    names = list(nodes)
+    if names == list(sites) or not same_order(names, sites, own):
         return
     if any(is_update(node) for name, node in nodes.items() if sites[name] != own):
         return  # it changes what others read

@@ -24,7 +24,7 @@ from gascompile.core.true_strides import true_strides
 from gascompile.cost_models.formulas.flops import flops_of, is_heavy
 from gascompile.cost_models.formulas.kernel_workspace import is_proven, kernel_workspace_bytes
 from gascompile.cost_models.measure.op_memory import OpCall, op_kind
-from gascompile.formats.ops import DECODE, LINEAR, wire_rows
+from gascompile.formats.ops import DECODE, LINEAR, transfer_rows
 from gascompile.formats.packings import packing_of
 from gascompile.passes.graph.facts import SCALAR_BYTES, Decoded, Facts, LeafOp, OpFacts
 from gascompile.passes.graph.fake_inputs import fake_inputs
@@ -47,11 +47,11 @@ def propagate(program: Program) -> Facts:
         if shapes != largest and (facts := _facts_at(program, shapes)) is not None
     ]
     copies = {op.name for facts in others for op in facts.ops if _makes_storage(op)}
-    found = _propagate(program, largest, copies)
-    for ops in zip(found.ops, *(facts.ops for facts in others), strict=True):
+    at_largest = _propagate(program, largest, copies)
+    for ops in zip(at_largest.ops, *(facts.ops for facts in others), strict=True):
         # A kernel may take another way, and more, at other sizes.
         ops[0].workspace_bytes = max(op.workspace_bytes for op in ops)
-    return found
+    return at_largest
 
 
 @deferring
@@ -300,12 +300,12 @@ _ROW_READERS = {
 
 def _decoded(func: Any, args: Any) -> Decoded | None:
     if func is DECODE and packing_of(args[1]) is not None:
-        return Decoded(args[1], wire_rows(args[0], args[1], args[2]) * args[2], 0)
+        return Decoded(args[1], transfer_rows(args[0], args[1], args[2]) * args[2], 0)
     if func is not LINEAR:
         return None
     x, weight, _, form, _ = args
     columns = x.shape[-1]
-    return Decoded(form, wire_rows(weight, form, columns) * columns, x.numel() // columns)
+    return Decoded(form, transfer_rows(weight, form, columns) * columns, x.numel() // columns)
 
 
 def _leaf(

@@ -268,11 +268,11 @@ class _Finder:
 
 
 def _with_ancestors(node: fx.Node, among: set[fx.Node]) -> set[fx.Node]:
-    found = {node}
+    members = {node}
     for argument in node.all_input_nodes:
         if argument in among:
-            found |= _with_ancestors(argument, among)
-    return found
+            members |= _with_ancestors(argument, among)
+    return members
 
 
 def _read_nodes(node: fx.Node) -> list[fx.Node]:

@@ -73,8 +73,8 @@ class SiteValues:
         op = self._number.get(node)
         if op is None or self.sites.of[op] == site:
             return node
-        if (found := self._at.get((node, site))) is not None:
-            return found
+        if (there := self._at.get((node, site))) is not None:
+            return there
         if self._plan.workload.ops[op].writes:
             raise PlanMismatchError(
                 f"the plan reads the result of op '{node.name}' on '{site}', where no step has sent it; plan again"
@@ -89,8 +89,8 @@ class SiteValues:
     def point(self, user: fx.Node, site: str) -> None:
         """Let ``user``, which runs on ``site``, read what is there."""
         for argument in tuple(user.all_input_nodes):
-            if (found := self.read(argument, site)) is not argument:
-                user.replace_input_with(argument, found)
+            if (there := self.read(argument, site)) is not argument:
+                user.replace_input_with(argument, there)
 
     def _mark(self, node: fx.Node, site: str) -> None:
         node.meta.pop(SITE, None)

@@ -42,7 +42,7 @@ def beside(
     free, position = limit_bytes - (after_bytes - sum(changes)) - size_of(number), 0
     for k, (move, change) in enumerate(zip(moves, changes, strict=True)):
         free -= change
-        if free < 0 or move[0] >= Kind.SETTLE or move == (Kind.LOAD, number):
+        if free < 0 or move[0] >= Kind.STORED or move == (Kind.LOAD, number):
             break
         if move[0] == Kind.LOAD:
             position = k + 1

@@ -1,4 +1,4 @@
-"""Interval choices: what becomes of each interval, the moves that make it so, and their memory."""
+"""Decisions: what becomes of each interval, the moves that make it so, and their memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Kind(IntEnum):
     """Release what has a copy already."""
     STORE = 2
     LOAD = 3
-    SETTLE = 4
+    STORED = 4
     """Wait for a copy out whose tensor stays."""
     ARRIVE = 5
 
@@ -33,7 +33,7 @@ Move = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Choices:
+class Decisions:
     """What becomes of each interval of a layout."""
 
     route: tuple[int | None, ...]
@@ -65,7 +65,7 @@ class MoveList:
     """Moves in program order, and where the planner may do better."""
 
     layout: RunLayout
-    choices: Choices
+    decisions: Decisions
     boundaries: list[list[Move]]
     memory: npt.NDArray[np.int64]
     clock: npt.NDArray[np.float64]
@@ -96,7 +96,7 @@ class MoveList:
         )
 
 
-def choices(plan: RunLayout, routes: Mapping[int, int]) -> Choices:
+def decisions(plan: RunLayout, routes: Mapping[int, int]) -> Decisions:
     """Complete the routes of the intervals that leave: which of them have to be written out."""
     task = plan.task
     stored: set[int] = set()
@@ -122,10 +122,10 @@ def choices(plan: RunLayout, routes: Mapping[int, int]) -> Choices:
                 stored.add(number)
                 copies.add(routes[number])
     route = tuple(routes.get(j) for j in range(len(plan.intervals)))
-    return Choices(route, frozenset(stored))
+    return Decisions(route, frozenset(stored))
 
 
-def base_memory(plan: RunLayout, chosen: Choices) -> npt.NDArray[np.int64]:
+def base_memory(plan: RunLayout, chosen: Decisions) -> npt.NDArray[np.int64]:
     """Return the bytes at each run if all that leaves is away during its whole interval."""
     change = np.zeros(plan.num_runs + 1, dtype=np.int64)
     for number, route in enumerate(chosen.route):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gascompile.passes.intervals.decisions import Choices, Order
+from gascompile.passes.intervals.decisions import Decisions, Order
 from gascompile.passes.model.interval_layout import Interval, RunLayout
 
 
@@ -23,7 +23,7 @@ class Departures:
 
 
 def departures(
-    plan: RunLayout, chosen: Choices, starts: Sequence[float], order: Order
+    plan: RunLayout, chosen: Decisions, starts: Sequence[float], order: Order
 ) -> Departures:
     """Sort the intervals that leave by where their tensor can be written, leaves and is due.
 
@@ -61,8 +61,8 @@ def departures(
                 boundary = _boundary(interval, starts, most_s, rests=rests)
         store_at[boundary].append(number)
     around = plan.num_runs
-    for found in store_at:
-        found.sort(key=lambda j: (plan.intervals[j].end + around * plan.intervals[j].wraps, j))
+    for numbers in store_at:
+        numbers.sort(key=lambda j: (plan.intervals[j].end + around * plan.intervals[j].wraps, j))
     return Departures(store_at, begin_at, due_at, frozenset(ahead))
 
 

@@ -8,12 +8,12 @@ from gascompile.cost_models.simulate.events import COMPUTE, PREFETCH, WAIT, Even
 from gascompile.passes.intervals.decisions import ISSUED, Kind, MoveList
 
 _DROP = int(Kind.DROP)
-_OUTWARD = (int(Kind.STORE), int(Kind.RELEASE), int(Kind.SETTLE))
+_OUTWARD = (int(Kind.STORE), int(Kind.RELEASE), int(Kind.STORED))
 
 
-def event_program(found: MoveList) -> tuple[EventProgram, list[int]]:
+def event_program(schedule: MoveList) -> tuple[EventProgram, list[int]]:
     """Return the events of one iteration, and the interval of each wait in its order."""
-    plan, task = found.layout, found.layout.task
+    plan, task = schedule.layout, schedule.layout.task
     events: list[Event] = []
     waits: list[int] = []
     copies: dict[tuple[int, bool], int] = {}
@@ -22,7 +22,7 @@ def event_program(found: MoveList) -> tuple[EventProgram, list[int]]:
     seconds: list[float] = []
     clock: list[float] = plan.clock.tolist()
     reached_s, begun = 0.0, 0
-    for boundary, moves in enumerate(found.boundaries):
+    for boundary, moves in enumerate(schedule.boundaries):
         for kind, number in moves:
             if kind == _DROP:
                 continue
@@ -32,7 +32,7 @@ def event_program(found: MoveList) -> tuple[EventProgram, list[int]]:
             outward = kind in _OUTWARD
             copy = copies.setdefault((number, outward), len(copies))
             if copy == len(link_of):
-                route = found.choices.route[number]
+                route = schedule.decisions.route[number]
                 assert route is not None, "what moves has a route"
                 tensor = plan.intervals[number].tensor
                 link, time_s, pipes = task.transfer(tensor, route, out=outward)
@@ -57,17 +57,17 @@ def event_program(found: MoveList) -> tuple[EventProgram, list[int]]:
     return program, waits
 
 
-def interval_steps(found: MoveList) -> tuple[Step, ...]:
+def interval_steps(schedule: MoveList) -> tuple[Step, ...]:
     """Return the plan steps of a schedule; every tensor lives on the heap."""
-    plan, task = found.layout, found.layout.task
+    plan, task = schedule.layout, schedule.layout.task
     steps: list[Step] = []
-    for boundary, moves in enumerate(found.boundaries):
+    for boundary, moves in enumerate(schedule.boundaries):
         op = plan.runs[boundary].op if boundary < plan.num_runs else len(task.reads)
         steps += [
             Release(op=op, tensor=task.names[tensor]) for tensor in plan.dropped.get(boundary, ())
         ]
         for kind, number in moves:
-            steps.extend(_steps_of(found, kind, number, op))
+            steps.extend(_steps_of(schedule, kind, number, op))
         if op < len(task.reads):
             source = plan.runs[boundary].source
             again = source != op
@@ -75,23 +75,25 @@ def interval_steps(found: MoveList) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def _rests_on(found: MoveList, tensor: int) -> int | None:
+def _rests_on(schedule: MoveList, tensor: int) -> int | None:
     """Return the route by which a tensor is away around the end: a copy of it stays there, however old."""
     return next(
         (
             route
-            for interval, route in zip(found.layout.intervals, found.choices.route, strict=True)
+            for interval, route in zip(
+                schedule.layout.intervals, schedule.decisions.route, strict=True
+            )
             if interval.tensor == tensor and interval.wraps
         ),
         None,
     )
 
 
-def _steps_of(found: MoveList, kind: int, number: int, op: int) -> tuple[Step, ...]:
-    task = found.layout.task
-    tensor = found.layout.intervals[number].tensor
+def _steps_of(schedule: MoveList, kind: int, number: int, op: int) -> tuple[Step, ...]:
+    task = schedule.layout.task
+    tensor = schedule.layout.intervals[number].tensor
     name, size = task.names[tensor], task.sizes[tensor]
-    chosen = found.choices.route[number]
+    chosen = schedule.decisions.route[number]
     assert chosen is not None, "what moves has a route"
     route = task.routes[chosen]
     match kind:
@@ -101,7 +103,7 @@ def _steps_of(found: MoveList, kind: int, number: int, op: int) -> tuple[Step, .
             return (Release(op=op, tensor=name),)
         case Kind.STORE:
             link = task.link_out(chosen).name
-            if _rests_on(found, tensor) == chosen:
+            if _rests_on(schedule, tensor) == chosen:
                 size = task.changed_bytes[tensor]
             return (Offload(op=op, tensor=name, link=link, size_bytes=size),)
         case Kind.LOAD:

@@ -96,21 +96,21 @@ class _Search:
             for i in range(self.count)
         ]
         self.left_s = [sum(task.op_times_s[i:]) for i in range(self.count + 1)]
-        self.reruns = [
+        self.recomputations = [
             [s for s in range(p) if may_run_again(task, s, p)] for p in range(self.count + 1)
         ]
         self.wanted = [self._wanted(p) for p in range(self.count + 1)]
         self.starts: list[tuple[Status, ...]] = []
 
     def _wanted(self, place: int) -> frozenset[int]:
-        """Return what an op or a rerun from ``place`` on may still read, and what stays to the end."""
+        """Return what an op or a recomputation from ``place`` on may still read, and what stays to the end."""
         task = self.task
-        found = {x for op in range(place, self.count) for x in self.touched[op]}
-        found |= {x for x, stays in enumerate(task.stays_to_end) if stays}
+        wanted = {x for op in range(place, self.count) for x in self.touched[op]}
+        wanted |= {x for x, stays in enumerate(task.stays_to_end) if stays}
         for other in range(place, self.count + 1):
-            for source in self.reruns[other]:
-                found |= set(task.reads[source])
-        return frozenset(found)
+            for source in self.recomputations[other]:
+                wanted |= set(task.reads[source])
+        return frozenset(wanted)
 
     def run(self, time_limit_s: float, max_labels: int) -> Optimum | None:
         options = [self._options(x) for x in range(len(self.task.sizes))]
@@ -150,21 +150,21 @@ class _Search:
             return [_GONE]
         routes = [r for r in range(len(task.routes)) if task.can_take(x, r)]
         used = any(x in touched for touched in self.touched)
-        found: list[Status] = [(PRESENT, -1, 0)] if used or not routes else []
-        found += [(ABSENT, -1, 1 << r) for r in (routes if used else routes[:1])]
+        statuses: list[Status] = [(PRESENT, -1, 0)] if used or not routes else []
+        statuses += [(ABSENT, -1, 1 << r) for r in (routes if used else routes[:1])]
         if not self.repeats or not used:
-            return found
-        found += [(PRESENT, -1, 1 << r) for r in routes]
-        found += [(ARRIVING, r, 1 << r) for r in routes]
+            return statuses
+        statuses += [(PRESENT, -1, 1 << r) for r in routes]
+        statuses += [(ARRIVING, r, 1 << r) for r in routes]
         if task.written[x]:
             masks = [
                 m for m in range(1 << len(task.routes)) if not m & ~sum(1 << r for r in routes)
             ]
-            found += [(LEAVING, r, mask) for r in routes for mask in masks if not mask >> r & 1]
+            statuses += [(LEAVING, r, mask) for r in routes for mask in masks if not mask >> r & 1]
             several = [mask for mask in masks if mask.bit_count() > 1]
-            found += [(loc, -1, mask) for loc in (ABSENT, PRESENT) for mask in several]
-            found += [(ARRIVING, r, mask) for r in routes for mask in several if mask >> r & 1]
-        return found
+            statuses += [(loc, -1, mask) for loc in (ABSENT, PRESENT) for mask in several]
+            statuses += [(ARRIVING, r, mask) for r in routes for mask in several if mask >> r & 1]
+        return statuses
 
     def _start(self, number: int, held: tuple[Status, ...]) -> _Label:
         machine = self.task.machine
@@ -208,7 +208,7 @@ class _Search:
                     yield from self._transfer(label, x, route, away=True)
                 if loc == ABSENT and fresh >> route & 1 and task.sizes[x] <= free:
                     yield from self._transfer(label, x, route, away=False)
-        for source in self.reruns[label.turn] if label.turn < self.count else ():
+        for source in self.recomputations[label.turn] if label.turn < self.count else ():
             gone = [x for x in task.writes[source] if label.held[x][0] == ABSENT]
             if any(x in self.wanted[label.turn] for x in gone):
                 yield from self._run(label, source, free, again=True)
@@ -218,7 +218,7 @@ class _Search:
             yield from self._end(label)
 
     def _may_offload(self, x: int, route: int) -> bool:
-        """A clean tensor of a repeating list has the copy that it began with, or none for ever."""
+        """Whether a copy out may help: what ops of a repeating list never write has its first copy, or none ever."""
         clean = self.repeats and self.task.persistent[x] and not self.task.written[x]
         return not clean and self.task.routes[route].link_out is not None
 
@@ -233,7 +233,7 @@ class _Search:
             steps.append(Wait(op=label.turn, tensor=name))
         steps.append(Release(op=label.turn, tensor=name))
         held = _with(label.held, x, (ABSENT, -1, fresh))
-        yield from self._settled(label, label.turn, held, core, flights, steps)
+        yield from self._simplest(label, label.turn, held, core, flights, steps)
 
     def _transfer(self, label: _Label, x: int, route: int, *, away: bool) -> Iterator[_Label]:
         task = self.task
@@ -253,7 +253,7 @@ class _Search:
         status = (LEAVING if away else ARRIVING, route, label.held[x][2])
         flights = {**label.flights, x: tuple(arrival)}
         held = _with(label.held, x, status)
-        yield from self._settled(label, label.turn, held, core, flights, [step])
+        yield from self._simplest(label, label.turn, held, core, flights, [step])
 
     def _run(self, label: _Label, op: int, free: int, *, again: bool) -> Iterator[_Label]:
         task = self.task
@@ -278,7 +278,7 @@ class _Search:
         steps.append(Recompute(op=label.turn, source=op) if again else Compute(op=op))
         core[0] = shifted(core[0], task.op_times_s[op])
         turn = label.turn + (not again)
-        yield from self._settled(label, turn, tuple(held), core, flights, steps)
+        yield from self._simplest(label, turn, tuple(held), core, flights, steps)
 
     def _end(self, label: _Label) -> Iterator[_Label]:
         task, start = self.task, self.starts[label.start]
@@ -302,11 +302,11 @@ class _Search:
                 )
                 if not at_home:
                     return
-        for child in self._settled(label, self.count + 1, tuple(held), core, flights, steps):
+        for child in self._simplest(label, self.count + 1, tuple(held), core, flights, steps):
             if not self.repeats or child.held == start:
                 yield child
 
-    def _settled(
+    def _simplest(
         self,
         label: _Label,
         turn: int,
@@ -333,12 +333,12 @@ class _Search:
         yield _Label(label.start, turn, tuple(states), rows, flights, label, tuple(steps))
 
     def _steps(self, label: _Label) -> tuple[Step, ...]:
-        found: list[Step] = []
+        steps: list[Step] = []
         at: _Label | None = label
         while at is not None:
-            found = [*at.steps, *found]
+            steps = [*at.steps, *steps]
             at = at.parent
-        return needed_steps(self.task, found)
+        return needed_steps(self.task, steps)
 
     def _homes(self, start: int) -> dict[int, int]:
         homes: dict[int, int] = {}

@@ -9,8 +9,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping
 
-from gascompile.passes.intervals.recompute import Remake
-from gascompile.passes.intervals.search import FEW_TENSORS, Found, Search
+from gascompile.passes.intervals.recompute import IntervalRecompute
+from gascompile.passes.intervals.search import FEW_TENSORS, ScheduledSelection, Search
 from gascompile.passes.intervals.seeds import RECOMPUTE_RATIOS, cheap
 from gascompile.passes.intervals.selection import Selection
 from gascompile.passes.model.interval_layout import RunLayout, layout
@@ -27,8 +27,8 @@ busy all the time: 2 gave 5 % fewer bytes in the same time, 4 a tenth fewer in 0
 """
 
 
-def fewer_moves(search: Search, remakes: Mapping[int, Remake]) -> Found:
-    """Return the schedule that moves the fewest bytes of those within a margin of the best one; of few tensors that.
+def fewer_moves(search: Search, recomputes: Mapping[int, IntervalRecompute]) -> ScheduledSelection:
+    """Return the schedule that moves the fewest bytes of those within a margin of the best; of few tensors the best.
 
     The work of the search is not asked for: a fixed number of schedules is made.
     """
@@ -38,9 +38,9 @@ def fewer_moves(search: Search, remakes: Mapping[int, Remake]) -> Found:
         return best
     most_s, lean = best.seconds * (1 + _SLOWER), best
     least = all_bytes = best.schedule.moved_bytes
-    rerun = (cheap(search.base, remakes, ratio) for ratio in RECOMPUTE_RATIOS)
+    recomputed = (cheap(search.base, recomputes, ratio) for ratio in RECOMPUTE_RATIOS)
     layouts = {best.selection.plan.runs: best.selection.plan, search.base.runs: search.base}
-    for dropped in dict.fromkeys(dropped for dropped in rerun if dropped):
+    for dropped in dict.fromkeys(dropped for dropped in recomputed if dropped):
         plan = layout(search.task, dropped)
         layouts.setdefault(plan.runs, plan)
     for plan in layouts.values():
@@ -49,13 +49,13 @@ def fewer_moves(search: Search, remakes: Mapping[int, Remake]) -> Found:
         for penalty in _PENALTIES:
             selection = fewest_moves(plan, penalty)
             for lead_s in dict.fromkeys((None, best.lead_s)):
-                found = search.consider("fewest_moves", selection, lead_s=lead_s, rounds=1)
-                if found is None:
+                candidate = search.consider("fewest_moves", selection, lead_s=lead_s, rounds=1)
+                if candidate is None:
                     continue
-                moved = found.schedule.moved_bytes
+                moved = candidate.schedule.moved_bytes
                 longer_s = min(_SLOWER, _WORTH * (1 - moved / all_bytes)) * best.seconds
-                if moved < least and found.seconds <= best.seconds + longer_s:
-                    lean, least = found, moved
+                if moved < least and candidate.seconds <= best.seconds + longer_s:
+                    lean, least = candidate, moved
     return lean
 
 
@@ -66,8 +66,8 @@ def fewest_moves(plan: RunLayout, penalty: float) -> Selection:
         plan: the runs and their intervals.
         penalty: what has to be written out counts as used so many times sooner.
     """
-    found = Selection(plan)
-    found.settle()
+    selection = Selection(plan)
+    selection.evict_unused()
     begun: list[list[int]] = [[] for _ in range(plan.num_runs + 1)]
     for j, interval in enumerate(plan.intervals):
         for start, end in plan.spans(interval):
@@ -77,15 +77,15 @@ def fewest_moves(plan: RunLayout, penalty: float) -> Selection:
     for run in range(plan.num_runs):
         for j in begun[run]:
             heapq.heappush(waiting[_is_dirty(plan, j)], (-_next_use(plan, j, run), -j))
-        while int(found.memory[run]) > plan.task.limit_bytes:
+        while int(selection.memory[run]) > plan.task.limit_bytes:
             clean, dirty = (-heap[0][0] - run if heap else 0 for heap in waiting)
             if max(clean, dirty) <= 0:
                 break
             heap = waiting[clean * penalty < dirty]
-            found.add(-heapq.heappop(heap)[1])
+            selection.add(-heapq.heappop(heap)[1])
     longest = sorted(range(len(plan.intervals)), key=lambda j: -plan.idle_s[j])
-    found.fill((j, None) for j in longest)
-    return found
+    selection.fill((j, None) for j in longest)
+    return selection
 
 
 def _next_use(plan: RunLayout, j: int, run: int) -> int:

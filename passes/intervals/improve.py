@@ -1,7 +1,7 @@
 """Improve: changes to a schedule where its replay stalls, and of few tensors wherever they may be.
 
 Of many tensors one change at a time is tried, near a stall. Few can be searched with all their freedom: several
-changes at once, reruns that come and go, and moves in another order; what is no slower is taken to go on from.
+changes at once, recomputations that come and go, and moves in another order; what is no slower is taken to go on from.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import math
 import random
 
 from gascompile.passes.intervals.decisions import IN_ORDER, Order
-from gascompile.passes.intervals.rerun_moves import rerun_moves
-from gascompile.passes.intervals.search import FEW_TENSORS, PER_SCHEDULE, Found, Search
+from gascompile.passes.intervals.recompute_moves import recompute_moves
+from gascompile.passes.intervals.search import FEW_TENSORS, PER_SCHEDULE, ScheduledSelection, Search
 from gascompile.passes.intervals.selection import Selection
 from gascompile.passes.model.interval_layout import RunLayout
 
-_REMADE = 0.3
+_RECOMPUTED = 0.3
 """How often a change takes up or gives up a recomputation, where it may."""
 _RESTED = 0.5
 """How often a change of a list that runs once also lets clean tensors rest in memory around its ends."""
@@ -31,7 +31,7 @@ _AT_ONCE = (1, 1, 1, 2, 3)
 
 def improve(
     search: Search,
-    start: Found,
+    start: ScheduledSelection,
     chance: random.Random,
     *,
     patience: int,
@@ -58,11 +58,11 @@ def improve(
         # Of few tensors it matters most whether moves are made at once or when their time has come.
         lead_s = chance.choice((best.lead_s, None, 0.0)) if few else best.lead_s
         order = _reordered(best.order, chance) if few else best.order
-        found = search.try_once(best.strategy, selection, lead_s, order)
-        if found is not None and found.seconds < best.seconds:
-            best, fruitless = found, 0
-        elif few and found is not None and found.seconds <= best.seconds:
-            best = found
+        changed = search.try_once(best.strategy, selection, lead_s, order)
+        if changed is not None and changed.seconds < best.seconds:
+            best, fruitless = changed, 0
+        elif few and changed is not None and changed.seconds <= best.seconds:
+            best = changed
 
 
 def _reordered(order: Order, chance: random.Random) -> Order:
@@ -77,7 +77,7 @@ def _reordered(order: Order, chance: random.Random) -> Order:
 def _moved_to(plan: RunLayout, old: Selection, chance: random.Random) -> Selection:
     """Return the same for another layout: more leaves where memory is short, less where it is not."""
     selection, keyed = Selection(plan), old.keyed()
-    selection.settle()
+    selection.evict_unused()
     order = list(range(len(plan.intervals)))
     chance.shuffle(order)
     for j in order:
@@ -88,22 +88,26 @@ def _moved_to(plan: RunLayout, old: Selection, chance: random.Random) -> Selecti
     return selection
 
 
-def _changed_much(search: Search, found: Found, chance: random.Random) -> Selection | None:
-    """Return the selection with some things changed, reruns among them."""
-    selection, changed = found.selection, False
+def _changed_much(
+    search: Search, before: ScheduledSelection, chance: random.Random
+) -> Selection | None:
+    """Return the selection with some things changed, recomputations among them."""
+    selection, changed = before.selection, False
     for _ in range(chance.choice(_AT_ONCE)):
-        if search.task.recompute and chance.random() < _REMADE:
+        if search.task.recompute and chance.random() < _RECOMPUTED:
             search.work += PER_SCHEDULE
-            plan = rerun_moves(selection.plan, chance)
+            plan = recompute_moves(selection.plan, chance)
             other = _moved_to(plan, selection, chance) if plan is not None else None
         else:
-            other = _changed(selection, found, chance)
+            other = _changed(selection, before, chance)
         if other is not None:
             selection, changed = other, True
     return selection if changed else None
 
 
-def _changed(before: Selection, found: Found, chance: random.Random) -> Selection | None:
+def _changed(
+    before: Selection, scheduled: ScheduledSelection, chance: random.Random
+) -> Selection | None:
     """Return a selection with one thing changed at a place where the schedule of one like it stalls."""
     selection = before.copy()
     plan = selection.plan
@@ -111,9 +115,9 @@ def _changed(before: Selection, found: Found, chance: random.Random) -> Selectio
     if len(plan.task.names) <= FEW_TENSORS and chance.random() < _EXTRA:
         staying = [k for k in range(len(plan.intervals)) if k not in selection.routes]
         return selection if staying and selection.add(chance.choice(staying)) else None
-    if not found.stalls or plan is not found.selection.plan:
+    if not scheduled.stalls or plan is not scheduled.selection.plan:
         return None
-    stalls = sorted(found.stalls, key=lambda stall: -stall[1])[:40]
+    stalls = sorted(scheduled.stalls, key=lambda stall: -stall[1])[:40]
     j, _ = chance.choices(stalls, weights=[time_s for _, time_s in stalls])[0]
     at = plan.intervals[j].end
     routes = plan.task.routes
@@ -142,5 +146,5 @@ def _changed(before: Selection, found: Found, chance: random.Random) -> Selectio
         selection.fill((k, None) for k in rest)
         selection.fill((k, None) for k in picked)
     if not plan.task.workload.repeats and chance.random() < _RESTED:
-        selection = selection.rested()
+        selection = selection.with_clean_resident()
     return selection

@@ -29,18 +29,22 @@ from gascompile.passes.intervals.events import interval_steps
 from gascompile.passes.intervals.exact import Optimum, interval_exact
 from gascompile.passes.intervals.fewer_moves import fewer_moves
 from gascompile.passes.intervals.improve import improve
-from gascompile.passes.intervals.queueing import interval_queues
-from gascompile.passes.intervals.recompute import Remake, interval_recompute, rerunnable
-from gascompile.passes.intervals.recompute_search import interval_sweep
-from gascompile.passes.intervals.rerun_moves import least_excess
-from gascompile.passes.intervals.search import FEW_TENSORS, Found, Search, selection_of
+from gascompile.passes.intervals.queueing import queueing
+from gascompile.passes.intervals.recompute import (
+    IntervalRecompute,
+    interval_recompute,
+    recompute_ops,
+)
+from gascompile.passes.intervals.recompute_moves import least_excess
+from gascompile.passes.intervals.recompute_search import recompute_search
+from gascompile.passes.intervals.search import FEW_TENSORS, ScheduledSelection, Search, selection_of
 from gascompile.passes.intervals.seeds import (
     RECOMPUTE_RATIOS,
-    Start,
+    Seed,
     cheap,
     last_resorts,
     roomy,
-    starts,
+    seeds,
     way_s,
 )
 from gascompile.passes.intervals.selection import Selection
@@ -85,7 +89,7 @@ _FEW_LABELS = 30_000  # before all other searches
 _MOST_LABELS = 100_000
 """How far small problems are gone through: before and after all other searches."""
 _ATTEMPTS = 400
-"""Changes of reruns of few tensors after which a budget is refused."""
+"""Changes of recomputations of few tensors after which a budget is refused."""
 _SEEDS = 64  # walks at most; their work mostly ends a search before
 _FRUITLESS, _FEW_FRUITLESS = 60, 10
 """Changes in a row that may be in vain: in a walk, and before programs are rounded."""
@@ -93,7 +97,7 @@ _FEW_SHARE = 0.15
 """Share of the work that is left for changes before programs are rounded."""
 _PATIENCE, _LONG_PATIENCE = 4, 16
 """Walks in a row that may find nothing better, of many tensors and of few."""
-_REMADE = 0.2
+_RECOMPUTED = 0.2
 """Share of a recomputation in a relaxed solution from which on it is done."""
 
 
@@ -140,16 +144,16 @@ def plan_intervals(
     small = task.without_small() if len(task.names) > FEW_TENSORS else task
     if small.fixed and all_moved(layout(small)).fits:
         with contextlib.suppress(InfeasiblePlanError):
-            return _found(Search(small, effort), reserved_bytes, bound_s)
-    return _found(Search(task, effort), reserved_bytes, bound_s)
+            return _searched(Search(small, effort), reserved_bytes, bound_s)
+    return _searched(Search(task, effort), reserved_bytes, bound_s)
 
 
-def _found(search: Search, reserved_bytes: int, bound_s: float) -> IntervalPlan:
+def _searched(search: Search, reserved_bytes: int, bound_s: float) -> IntervalPlan:
     task = search.task
     search.bound_s = max(task.compute_s, bound_s)
-    remakes = interval_recompute(search.base)
-    candidates = starts(search.base, remakes)
-    least = _begin(search, remakes, candidates)
+    recomputes = interval_recompute(search.base)
+    candidates = seeds(search.base, recomputes)
+    least = _begin(search, recomputes, candidates)
     exact = None
     # Where only a part is written out, that depends on where a tensor rests, of which the list there knows nothing.
     if not (search.done or task.fixed or task.has_patches) and (
@@ -162,7 +166,7 @@ def _found(search: Search, reserved_bytes: int, bound_s: float) -> IntervalPlan:
         return _exact_plan(task, exact)
     if exact is not None and exact.complete and search.best is not None:
         search.bound_s = search.best.seconds
-    solver = _refined(search, remakes, candidates)
+    solver = _refined(search, recomputes, candidates)
     unsure = exact is not None and not exact.complete and not task.op_s_per_byte
     if unsure and not (search.finished or search.within_gap):
         exact = _all_of(search, _MOST_LABELS, search.left_s)
@@ -170,7 +174,7 @@ def _found(search: Search, reserved_bytes: int, bound_s: float) -> IntervalPlan:
             return _exact_plan(task, exact)
         if exact is not None and exact.complete and search.best is not None:
             search.bound_s = search.best.seconds
-    return _plan(search, fewer_moves(search, remakes), solver)
+    return _plan(search, fewer_moves(search, recomputes), solver)
 
 
 def _all_of(search: Search, max_labels: int, time_limit_s: float) -> Optimum | None:
@@ -179,12 +183,14 @@ def _all_of(search: Search, max_labels: int, time_limit_s: float) -> Optimum | N
     return interval_exact(search.task, known_s, time_limit_s=time_limit_s, max_labels=max_labels)
 
 
-def _refined(search: Search, remakes: Mapping[int, Remake], candidates: Iterator[Start]) -> str:
+def _refined(
+    search: Search, recomputes: Mapping[int, IntervalRecompute], candidates: Iterator[Seed]
+) -> str:
     """Consider what the program says, the other heuristics and changes; return the solver's name."""
     if search.done:
         return "none"
     try:
-        solver = _bounded(search, remakes)
+        solver = _bounded(search, recomputes)
     except SolverError:
         # The heuristics' plan stands, and so does the bound that needs no solver.
         solver = "none"
@@ -194,8 +200,10 @@ def _refined(search: Search, remakes: Mapping[int, Remake], candidates: Iterator
             break
         for lead_s in (None, 0.0) if few else (None,):
             search.try_once(name, selection, lead_s)
-    for found in search.leaders():
-        improve(search, found, random.Random(0), patience=_FEW_FRUITLESS, share=_FEW_SHARE)
+    for leader_of_strategy in search.leaders():
+        improve(
+            search, leader_of_strategy, random.Random(0), patience=_FEW_FRUITLESS, share=_FEW_SHARE
+        )
     guides = iter(_GUIDES if solver != "none" else ())
     fruitless = 0
     patience = _LONG_PATIENCE if few else _PATIENCE
@@ -203,7 +211,7 @@ def _refined(search: Search, remakes: Mapping[int, Remake], candidates: Iterator
         before = search.best
         # As above: without the solver's answer the best plan stands.
         with contextlib.suppress(SolverError):
-            _guided(search, remakes, islice(guides, 1 if seed else _FIRST_GUIDES))
+            _guided(search, recomputes, islice(guides, 1 if seed else _FIRST_GUIDES))
         if search.finished or fruitless == patience:
             break
         leaders = search.leaders()
@@ -213,7 +221,7 @@ def _refined(search: Search, remakes: Mapping[int, Remake], candidates: Iterator
     return solver
 
 
-def _plan(search: Search, best: Found, solver: str) -> IntervalPlan:
+def _plan(search: Search, best: ScheduledSelection, solver: str) -> IntervalPlan:
     task = search.task
     steps = interval_steps(best.schedule)
     seconds = _replayed_s(task, steps)
@@ -253,7 +261,9 @@ def _replayed_s(task: IntervalProblem, steps: tuple[Step, ...]) -> float:
     return steady_seconds(events)
 
 
-def _begin(search: Search, remakes: Mapping[int, Remake], candidates: Iterator[Start]) -> Selection:
+def _begin(
+    search: Search, recomputes: Mapping[int, IntervalRecompute], candidates: Iterator[Seed]
+) -> Selection:
     """Consider heuristics, and where none fits whatever else might; return what needs least."""
     least: Selection | None = None
     begun = search.work
@@ -263,7 +273,7 @@ def _begin(search: Search, remakes: Mapping[int, Remake], candidates: Iterator[S
         if least is None or selection.excess_bytes < least.excess_bytes:
             least = selection
         if first and not search.done:
-            _reserve(search, remakes)
+            _reserve(search, recomputes)
         late = search.best is not None and search.over(begun, _FIRST_SHARE)
         if search.done or late:
             break
@@ -271,26 +281,26 @@ def _begin(search: Search, remakes: Mapping[int, Remake], candidates: Iterator[S
     few = len(search.task.names) <= FEW_TENSORS
     if search.best is None and few:
         rest = least_excess(search.base, random.Random(0), _ATTEMPTS)
-        least = min(least, rest, key=lambda found: found.excess_bytes)
+        least = min(least, rest, key=lambda candidate: candidate.excess_bytes)
         if rest.fits:
             search.consider("all_moved_recompute", rest)
     if search.best is None:
         # What is quickly gone through is: no budget is refused because a machine was busy.
         large = len(search.task.names) > _MANY_TENSORS
-        for name, selection in last_resorts(search.base, remakes):
-            least = min(least, selection, key=lambda found: found.excess_bytes)
+        for name, selection in last_resorts(search.base, recomputes):
+            least = min(least, selection, key=lambda candidate: candidate.excess_bytes)
             if search.consider(name, selection) is not None or (large and search.out_of_time):
                 break
     return least
 
 
-def _reserve(search: Search, remakes: Mapping[int, Remake]) -> None:
+def _reserve(search: Search, recomputes: Mapping[int, IntervalRecompute]) -> None:
     """Consider reservations for what is used last, with more and more of what is cheap recomputed."""
-    found = dict.fromkeys(cheap(search.base, remakes, ratio) for ratio in RECOMPUTE_RATIOS)
-    variants = [frozenset[tuple[int, int]](), *(dropped for dropped in found if dropped)]
+    sets = dict.fromkeys(cheap(search.base, recomputes, ratio) for ratio in RECOMPUTE_RATIOS)
+    variants = [frozenset[tuple[int, int]](), *(dropped for dropped in sets if dropped)]
     for dropped in variants:
         selection = furthest_use(layout(search.task, dropped) if dropped else search.base)
-        interval_queues(
+        queueing(
             search,
             "reserved_recompute" if dropped else "reserved",
             selection,
@@ -300,40 +310,44 @@ def _reserve(search: Search, remakes: Mapping[int, Remake]) -> None:
             return
 
 
-def _bounded(search: Search, remakes: Mapping[int, Remake]) -> str:
+def _bounded(search: Search, recomputes: Mapping[int, IntervalRecompute]) -> str:
     """Bound the search by the program and consider recomputation at its prices; return the solver's name."""
     # To bound all plans, what this search keeps in its place takes no memory.
     roomy = replace(search.task, limit_bytes=search.task.limit_bytes + search.task.fixed_bytes)
     plan = replace(search.base, task=roomy)
-    proof = _relaxed(search, plan, rerunnable(search.base), BOUND_SLOTS)
+    proof = _relaxed(search, plan, recompute_ops(search.base), BOUND_SLOTS)
     search.bound_s = max(search.bound_s, proof.bound_s)
-    _rounded(search, remakes, proof)
-    worth_s = proof.worth_s or {j: way_s(search.base, j) for j in remakes}
-    interval_sweep(search, remakes, worth_s, share=_SWEEP_SHARE)
+    _rounded(search, recomputes, proof)
+    prices_s = proof.prices_s or {j: way_s(search.base, j) for j in recomputes}
+    recompute_search(search, recomputes, prices_s, share=_SWEEP_SHARE)
     return proof.solver
 
 
 def _guided(
-    search: Search, remakes: Mapping[int, Remake], guides: Iterable[tuple[int, float, float]]
+    search: Search,
+    recomputes: Mapping[int, IntervalRecompute],
+    guides: Iterable[tuple[int, float, float]],
 ) -> None:
     """Consider roundings of programs with less memory and bandwidth."""
-    sources = {j: search.task.repeatable[search.base.intervals[j].tensor] for j in remakes}
+    sources = {j: search.task.repeatable[search.base.intervals[j].tensor] for j in recomputes}
     for num_slots, margin, factor in guides:
         if search.finished:
             return
         plan = replace(search.base, task=search.task.tightened(margin, factor))
-        _rounded(search, remakes, _relaxed(search, plan, sources, num_slots))
+        _rounded(search, recomputes, _relaxed(search, plan, sources, num_slots))
 
 
-def _rounded(search: Search, remakes: Mapping[int, Remake], guide: Relaxation) -> None:
+def _rounded(
+    search: Search, recomputes: Mapping[int, IntervalRecompute], guide: Relaxation
+) -> None:
     """Consider what a program mostly does with each interval."""
     if not guide.leave:
         return
     dropped = frozenset(
         pair
-        for j, share in guide.remade.items()
-        if share >= _REMADE and j in remakes
-        for pair in remakes[j].dropped
+        for j, share in guide.recomputed.items()
+        if share >= _RECOMPUTED and j in recomputes
+        for pair in recomputes[j].dropped
     )
     target = layout(search.task, dropped) if dropped else search.base
     shares = {search.base.keys[j]: share for j, share in guide.leave.items()}
@@ -343,18 +357,18 @@ def _rounded(search: Search, remakes: Mapping[int, Remake], guide: Relaxation) -
 
 
 def _relaxed(
-    search: Search, plan: RunLayout, remakable: Mapping[int, int], num_slots: int
+    search: Search, plan: RunLayout, recomputable: Mapping[int, int], num_slots: int
 ) -> Relaxation:
     away = sum(plan.task.sizes[i.tensor] for i in plan.intervals if i.unused)
-    found = interval_program(
+    relaxation = interval_program(
         plan,
-        remakable,
+        recomputable,
         away_bytes=away,
         num_slots=num_slots,
         time_limit_s=search.left_s,
         max_pivots=search.pivots_left,
     )
-    return search.relaxed(found)
+    return search.relaxed(relaxation)
 
 
 def _refuse(least: Selection, reserved_bytes: int) -> NoReturn:
@@ -369,16 +383,16 @@ def _refuse(least: Selection, reserved_bytes: int) -> NoReturn:
     )
 
 
-def _homes(found: Found) -> dict[str, str]:
+def _homes(best: ScheduledSelection) -> dict[str, str]:
     """Return the tier in which each tensor rests around the end of the list."""
-    plan = found.schedule.layout
+    plan = best.schedule.layout
     task = plan.task
     homes = {tensor.name: task.machine.compute_tier for tensor in task.workload.tensors}
-    for j, route in found.selection.routes.items():
+    for j, route in best.selection.routes.items():
         interval = plan.intervals[j]
         clean = task.persistent[interval.tensor] and not task.written[interval.tensor]
         given = clean and (interval.unused or task.workload.repeats)
         around = task.persistent[interval.tensor] and interval.wraps
-        if given or around or j in found.schedule.ahead:
+        if given or around or j in best.schedule.ahead:
             homes[task.names[interval.tensor]] = task.routes[route].tier
     return homes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gascompile.passes.intervals.route_balance import interval_balance
+from gascompile.passes.intervals.route_balance import route_balance
 from gascompile.passes.intervals.search import Search
 from gascompile.passes.intervals.selection import Selection
 
@@ -14,7 +14,7 @@ _FACTORS = (0.5, 2.0, 0.8, 1.25)
 Waits = tuple[float, float, float]
 
 
-def interval_queues(
+def queueing(
     search: Search,
     strategy: str,
     selection: Selection,
@@ -40,11 +40,11 @@ def interval_queues(
     def seconds(waits: Waits) -> float:
         if waits not in tried:
             out_s, in_s, lead_s = (wait * unit_s for wait in waits)
-            balanced = interval_balance(selection, out_s=out_s, in_s=in_s)
+            balanced = route_balance(selection, out_s=out_s, in_s=in_s)
             made = frozenset(balanced.routes.items()), lead_s
             if made not in known:
-                found = search.consider(strategy, balanced, lead_s=lead_s)
-                known[made] = found.seconds if found is not None else float("inf")
+                scheduled = search.consider(strategy, balanced, lead_s=lead_s)
+                known[made] = scheduled.seconds if scheduled is not None else float("inf")
             tried[waits] = known[made]
         return tried[waits]
 

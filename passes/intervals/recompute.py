@@ -13,8 +13,8 @@ _LONGEST = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Remake:
-    """How a tensor comes back without having been anywhere."""
+class IntervalRecompute:
+    """How a tensor is there again at the end of an interval: ops are run again, nothing is moved."""
 
     dropped: frozenset[tuple[int, int]]
     """The tensor and, where the inputs of its op are dead by then, those it takes to make them again."""
@@ -22,13 +22,13 @@ class Remake:
     """What runs again."""
 
 
-def interval_recompute(plan: RunLayout) -> Mapping[int, Remake]:
+def interval_recompute(plan: RunLayout) -> Mapping[int, IntervalRecompute]:
     """Return per interval of a layout without recomputations how it can be bridged by one."""
     task = plan.task
     last_use = {
         tensor: run for tensor, run in plan.last_access.items() if not task.persistent[tensor]
     }
-    found: dict[int, Remake] = {}
+    recomputes: dict[int, IntervalRecompute] = {}
     for j, interval in enumerate(plan.intervals):
         tensor = interval.tensor
         if tensor not in task.repeatable or interval.end >= plan.num_runs:
@@ -38,21 +38,21 @@ def interval_recompute(plan: RunLayout) -> Mapping[int, Remake]:
             continue
         chain = _chain(task, last_use, tensor, op)
         if chain is not None:
-            found[j] = Remake(
+            recomputes[j] = IntervalRecompute(
                 dropped=frozenset({(tensor, op), *((other, NEVER) for other in chain[1:])}),
                 ops=frozenset(task.repeatable[other] for other in chain),
             )
-    return found
+    return recomputes
 
 
-def rerunnable(plan: RunLayout) -> Mapping[int, int]:
+def recompute_ops(plan: RunLayout) -> Mapping[int, int]:
     """Return per interval the op that makes its tensor anew, wherever any plan whatsoever may run it again.
 
     More than ``interval_recompute`` would do counts here: inputs that are overwritten meanwhile may be made
     anew themselves.
     """
     task = plan.task
-    found: dict[int, int] = {}
+    op_of: dict[int, int] = {}
     for j, interval in enumerate(plan.intervals if task.recompute else ()):
         op = interval.version[1]
         if task.persistent[interval.tensor] or op < 0:
@@ -67,8 +67,8 @@ def rerunnable(plan: RunLayout) -> Mapping[int, int]:
             for writer in task.writers.get(needed, ())
         )
         if not lasting and not gone and not set(spec.reads) & set(spec.writes):
-            found[j] = op
-    return found
+            op_of[j] = op
+    return op_of
 
 
 def may_run_again(task: IntervalProblem, source: int, place: int) -> bool:

@@ -1,8 +1,8 @@
-"""Interval sweep: how much to recompute, when the prices of a program say in which order it pays.
+"""Recompute search: how much to recompute, when the duals of a program say in which order it pays.
 
-Memory prices of the relaxation rank reruns by what their room is worth for their time. The more of the
+Shadow prices of memory in the relaxation rank recomputations by what their room saves for their time. The more of the
 ranking is run again, the less has to move: compute grows and stalls shrink, so the least time of an
-iteration is searched over the seconds that reruns take. All reruns of one place in the list form a segment,
+iteration is searched over the seconds that recomputations take. All of one place in the list form a segment,
 whose results stand side by side until each has had its last use; where that needs too much room, what
 crosses one of a number of evenly spaced boundaries is kept or moved instead.
 """
@@ -14,8 +14,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from gascompile.passes.intervals.recompute import Remake
-from gascompile.passes.intervals.route_balance import interval_balance
+from gascompile.passes.intervals.recompute import IntervalRecompute
+from gascompile.passes.intervals.route_balance import route_balance
 from gascompile.passes.intervals.search import Search
 from gascompile.passes.intervals.strategies import furthest_use
 from gascompile.passes.model.interval_layout import layout
@@ -31,7 +31,7 @@ _CLOSE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """What one rerun makes anew."""
+    """What one recomputation makes anew."""
 
     members: tuple[int, ...]
     """Intervals that it bridges."""
@@ -40,18 +40,22 @@ class _Group:
     """Seconds that its room is worth by the seconds that it takes."""
 
 
-def interval_sweep(
-    search: Search, remakes: Mapping[int, Remake], worth_s: Mapping[int, float], *, share: float
+def recompute_search(
+    search: Search,
+    recomputes: Mapping[int, IntervalRecompute],
+    prices_s: Mapping[int, float],
+    *,
+    share: float,
 ) -> None:
     """Consider more and less recomputation, in the order of what its room is worth.
 
     Args:
         search: takes the schedules.
-        remakes: how intervals can be bridged.
-        worth_s: seconds that the room of each such interval is worth.
+        recomputes: how intervals can be bridged.
+        prices_s: seconds that the room of each such interval saves, by the duals of a program.
         share: of the work that is left, after which to stop.
     """
-    groups = _ranked(search, remakes, worth_s)
+    groups = _ranked(search, recomputes, prices_s)
     if not groups:
         return
     sums = [0.0]
@@ -73,13 +77,13 @@ def interval_sweep(
         ) -> float:
             count = bisect_right(sums, again_s) - 1
             if count not in known:
-                known[count] = _consider(search, remakes, groups[:count], segments)
+                known[count] = _consider(search, recomputes, groups[:count], segments)
             return known[count]
 
         start = best[1] if best is not None else relaxed_s
-        found = _least(seconds, start, relaxed_s, over)
-        if found is not None and (best is None or found < best[:2]):
-            best = (*found, segments)
+        fastest = _least(seconds, start, relaxed_s, over)
+        if fastest is not None and (best is None or fastest < best[:2]):
+            best = (*fastest, segments)
         elif best is not None:
             return
         if over():
@@ -87,24 +91,24 @@ def interval_sweep(
 
 
 def _ranked(
-    search: Search, remakes: Mapping[int, Remake], worth_s: Mapping[int, float]
+    search: Search, recomputes: Mapping[int, IntervalRecompute], prices_s: Mapping[int, float]
 ) -> list[_Group]:
-    """Return what reruns can make anew, best first; of each tensor the interval that is worth most."""
+    """Return what recomputations can make anew, best first; of each tensor the interval that is worth most."""
     base, task = search.base, search.task
     best: dict[int, int] = {}
-    for j in remakes:
-        tensor, worth = base.intervals[j].tensor, worth_s.get(j, 0.0)
-        if worth > 0 and (tensor not in best or worth > worth_s[best[tensor]]):
+    for j in recomputes:
+        tensor, price_s = base.intervals[j].tensor, prices_s.get(j, 0.0)
+        if price_s > 0 and (tensor not in best or price_s > prices_s[best[tensor]]):
             best[tensor] = j
     members: dict[int, list[int]] = {}
     for tensor, j in best.items():
         members.setdefault(task.repeatable[tensor], []).append(j)
     groups: list[_Group] = []
-    for found in members.values():
-        ops = frozenset[int]().union(*(remakes[j].ops for j in found))
+    for intervals in members.values():
+        ops = frozenset[int]().union(*(recomputes[j].ops for j in intervals))
         again_s = sum(task.op_times_s[op] for op in ops)
-        worth = sum(worth_s[j] for j in found)
-        groups.append(_Group(tuple(found), again_s, worth / again_s if again_s else math.inf))
+        price_s = sum(prices_s[j] for j in intervals)
+        groups.append(_Group(tuple(intervals), again_s, price_s / again_s if again_s else math.inf))
     return sorted(groups, key=lambda group: -group.ratio)
 
 
@@ -144,7 +148,10 @@ def _least(
 
 
 def _consider(
-    search: Search, remakes: Mapping[int, Remake], groups: Sequence[_Group], segments: int
+    search: Search,
+    recomputes: Mapping[int, IntervalRecompute],
+    groups: Sequence[_Group],
+    segments: int,
 ) -> float:
     """Return the least seconds of schedules that run ``groups`` again."""
     base, task = search.base, search.task
@@ -159,15 +166,15 @@ def _consider(
         for group in groups
         for j in group.members
         if base.intervals[j].tensor not in crossing
-        for pair in remakes[j].dropped
+        for pair in recomputes[j].dropped
     )
     selection = furthest_use(layout(task, dropped) if dropped else base)
     best_s = math.inf
     for out_s, in_s, lead_s in _waits(task.fill_s) if selection.routes else [(0.0, 0.0, 0.0)]:
-        balanced = interval_balance(selection, out_s=out_s, in_s=in_s)
-        found = search.consider("swept_recompute", balanced, lead_s=lead_s, rounds=1)
-        best_s = min(best_s, found.seconds if found is not None else math.inf)
-        if search.finished or found is None:
+        balanced = route_balance(selection, out_s=out_s, in_s=in_s)
+        scheduled = search.consider("swept_recompute", balanced, lead_s=lead_s, rounds=1)
+        best_s = min(best_s, scheduled.seconds if scheduled is not None else math.inf)
+        if search.finished or scheduled is None:
             break
     return best_s
 

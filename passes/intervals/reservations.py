@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from gascompile.passes.intervals.decisions import (
     IN_ORDER,
-    Choices,
+    Decisions,
     MoveList,
     Order,
     base_memory,
@@ -29,7 +29,7 @@ from gascompile.passes.model.interval_layout import RunLayout
 
 def interval_reservations(
     plan: RunLayout,
-    chosen: Choices,
+    chosen: Decisions,
     before: MoveList | None = None,
     *,
     lead_s: float,
@@ -38,7 +38,7 @@ def interval_reservations(
     """Return the schedule of ``chosen``; ``None`` if its intervals leave too much behind.
 
     Args:
-        before: an earlier schedule of nearly the same choices, whose times say when things are through.
+        before: an earlier schedule of nearly the same decisions, whose times say when things are through.
         lead_s: how long before its reserved time a copy back may start.
         order: of moves that could stand either way.
     """
@@ -49,7 +49,7 @@ def interval_reservations(
 
 
 def latest_starts(
-    plan: RunLayout, chosen: Choices, run_starts: Sequence[float]
+    plan: RunLayout, chosen: Decisions, run_starts: Sequence[float]
 ) -> Mapping[int, float]:
     """Return when each copy back has to start, those that are due after it on its link included.
 
@@ -64,11 +64,11 @@ def latest_starts(
         interval = plan.intervals[number]
         if route is not None and not interval.unused:
             due_on[route].append((run_starts[interval.end], number))
-    for route, found in enumerate(due_on):
-        found.sort(reverse=True)
+    for route, copies in enumerate(due_on):
+        copies.sort(reverse=True)
         free = math.inf
         for ahead_s in (run_starts[-1], 0.0) if plan.task.workload.repeats else (0.0,):
-            for due_s, number in found:
+            for due_s, number in copies:
                 tensor = plan.intervals[number].tensor
                 free = min(free, due_s + ahead_s) - plan.task.load_s(tensor, route)
                 latest[number] = free
@@ -81,7 +81,7 @@ class _Reserving(Scheduler):
     def __init__(
         self,
         plan: RunLayout,
-        chosen: Choices,
+        chosen: Decisions,
         memory: npt.NDArray[np.int64],
         before: MoveList | None,
         lead_s: float,

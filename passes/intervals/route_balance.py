@@ -13,18 +13,18 @@ import math
 from gascompile.passes.intervals.selection import Selection
 
 
-def interval_balance(found: Selection, *, out_s: float, in_s: float) -> Selection:
+def route_balance(selection: Selection, *, out_s: float, in_s: float) -> Selection:
     """Return the same intervals on routes that share the load.
 
     Args:
-        found: the intervals that leave; those that no run accesses, or around the end, keep their routes.
+        selection: the intervals that leave; those that no run accesses, or around the end, keep their routes.
         out_s: how long a copy out may wait for its link.
         in_s: how long before its use a copy back may have to end for those that follow it on its link.
     """
-    plan, task = found.plan, found.plan.task
+    plan, task = selection.plan, selection.plan.task
     balanced = Selection(plan)
     inner: list[int] = []
-    for j, route in found.routes.items():
+    for j, route in selection.routes.items():
         if plan.intervals[j].unused or plan.intervals[j].wraps:
             balanced.add(j, route)
         else:

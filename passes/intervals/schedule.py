@@ -1,4 +1,4 @@
-"""Interval schedule: from choices per interval to moves at run boundaries.
+"""Interval schedule: from decisions per interval to moves at run boundaries.
 
 Bytes leave as soon as their interval begins. They are waited for and released at the boundary where they
 are through, or earlier where a run needs the room. They come back as early as the planned memory of all
@@ -18,7 +18,7 @@ from gascompile.cost_models.simulate.clock import Clock
 from gascompile.passes.intervals.boundary import beside, most_between
 from gascompile.passes.intervals.decisions import (
     IN_ORDER,
-    Choices,
+    Decisions,
     Kind,
     Move,
     MoveList,
@@ -32,14 +32,14 @@ from gascompile.passes.model.interval_problem import IntervalProblem
 
 def schedule(
     plan: RunLayout,
-    chosen: Choices,
+    chosen: Decisions,
     before: MoveList | None = None,
     order: Order = IN_ORDER,
 ) -> MoveList | None:
     """Return the schedule of ``chosen``; ``None`` if its intervals leave too much behind.
 
     Args:
-        before: an earlier schedule of nearly the same choices, whose times say when things are through.
+        before: an earlier schedule of nearly the same decisions, whose times say when things are through.
         order: of moves that could stand either way.
     """
     memory = base_memory(plan, chosen)
@@ -54,7 +54,7 @@ class Scheduler:
     def __init__(
         self,
         plan: RunLayout,
-        chosen: Choices,
+        chosen: Decisions,
         memory: npt.NDArray[np.int64],
         before: MoveList | None,
         order: Order,
@@ -111,7 +111,7 @@ class Scheduler:
         }
         return MoveList(
             layout=self.plan,
-            choices=self.chosen,
+            decisions=self.chosen,
             boundaries=self.boundaries,
             memory=self.memory,
             clock=self.clock,
@@ -124,8 +124,8 @@ class Scheduler:
     def _project_lags(self) -> None:
         """Plan the memory of copies on their way out, as if runs started when expected."""
         free = dict.fromkeys(range(len(self.task.routes)), 0.0)
-        for boundary, found in enumerate(self.store_at):
-            for number in found:
+        for boundary, numbers in enumerate(self.store_at):
+            for number in numbers:
                 interval, route = self.plan.intervals[number], self.chosen.route[number]
                 assert route is not None, "only what leaves is written out"
                 if number in self.ahead:
@@ -358,7 +358,7 @@ class Scheduler:
         if number not in self.loaded:
             self.idle.add(number)
             if number in self.chosen.stored:
-                self.boundaries[boundary].append((Kind.SETTLE, number))
+                self.boundaries[boundary].append((Kind.STORED, number))
             self.now = max(self.now, self.arrival.get(number, 0.0))
             return
         self.boundaries[boundary].append((Kind.ARRIVE, number))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from gascompile.cost_models.simulate.events import steady_iteration
 from gascompile.passes.bounds.interval_program import Relaxation
-from gascompile.passes.intervals.decisions import IN_ORDER, Kind, MoveList, Order, choices
+from gascompile.passes.intervals.decisions import IN_ORDER, Kind, MoveList, Order, decisions
 from gascompile.passes.intervals.events import event_program
 from gascompile.passes.intervals.reservations import interval_reservations
 from gascompile.passes.intervals.schedule import schedule
@@ -59,8 +59,8 @@ _PIVOT = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A schedule and what it takes."""
+class ScheduledSelection:
+    """Intervals that leave, with their schedule and its seconds."""
 
     strategy: str
     seconds: float
@@ -83,8 +83,8 @@ class Search:
         self.deadline_s = time.perf_counter() + max(effort.left_s(), effort.time_limit_s / 10)
         self.mip_gap = effort.mip_gap
         self.bound_s = 0.0
-        self.best: Found | None = None
-        self.best_of: dict[str, Found] = {}
+        self.best: ScheduledSelection | None = None
+        self.best_of: dict[str, ScheduledSelection] = {}
         self.work = 0.0
         self._better_at = 0.0
         self._solved = 0.0
@@ -116,11 +116,11 @@ class Search:
         """Iterations of the solver that come to a third of the work left."""
         return int(self.left / 3 / _PIVOT)
 
-    def relaxed(self, found: Relaxation) -> Relaxation:
+    def relaxed(self, relaxation: Relaxation) -> Relaxation:
         """Count the work of a solution of the interval program."""
-        self.work += found.pivots * _PIVOT
-        self._solved += found.pivots * _PIVOT
-        return found
+        self.work += relaxation.pivots * _PIVOT
+        self._solved += relaxation.pivots * _PIVOT
+        return relaxation
 
     @property
     def done(self) -> bool:
@@ -157,9 +157,9 @@ class Search:
         done = self.work - begun
         return self.finished or done >= share * (done + self.left)
 
-    def leaders(self) -> list[Found]:
+    def leaders(self) -> list[ScheduledSelection]:
         """Return the best schedules of the two strategies that are ahead, the faster first."""
-        return sorted(self.best_of.values(), key=lambda found: found.seconds)[:2]
+        return sorted(self.best_of.values(), key=lambda best: best.seconds)[:2]
 
     def consider(
         self,
@@ -169,7 +169,7 @@ class Search:
         lead_s: float | None = None,
         order: Order = IN_ORDER,
         rounds: int = _ROUNDS,
-    ) -> Found | None:
+    ) -> ScheduledSelection | None:
         """Schedule ``selection``; return the best of a few rounds, ``None`` where it does not fit.
 
         Args:
@@ -179,19 +179,19 @@ class Search:
             order: of moves that could stand either way.
             rounds: how often the schedule is made, each time with what the one before it showed.
         """
-        best: Found | None = None
+        best: ScheduledSelection | None = None
         before: MoveList | None = None
         for _ in range(rounds):
-            found = self._once(strategy, selection, before, lead_s, order)
-            if found is None:
+            candidate = self._once(strategy, selection, before, lead_s, order)
+            if candidate is None:
                 break
-            if (best is None or found.seconds < best.seconds) and not _leaves_copies(found):
-                best = found
-            before = found.schedule
-            hopeless = self.best is not None and found.seconds > _HOPEFUL * self.best.seconds
-            if hopeless or found.seconds <= self.bound_s * (1 + 1e-9) or self.out_of_time:
+            if (best is None or candidate.seconds < best.seconds) and not _leaves_copies(candidate):
+                best = candidate
+            before = candidate.schedule
+            hopeless = self.best is not None and candidate.seconds > _HOPEFUL * self.best.seconds
+            if hopeless or candidate.seconds <= self.bound_s * (1 + 1e-9) or self.out_of_time:
                 break
-            selection = _without_idle(found)
+            selection = _without_idle(candidate)
         if best is not None:
             if self.best is None or best.seconds < self.best.seconds * (1 - _BETTER):
                 self._better_at, self._placed_at = self.work, self.work - self._solved
@@ -208,7 +208,7 @@ class Search:
         selection: Selection,
         lead_s: float | None = None,
         order: Order = IN_ORDER,
-    ) -> Found | None:
+    ) -> ScheduledSelection | None:
         """Consider ``selection``, unless the same has been tried: of few tensors most have."""
         self.work += PER_SCHEDULE
         known = hash((selection.plan.runs, lead_s, order, frozenset(selection.routes.items())))
@@ -224,11 +224,11 @@ class Search:
         before: MoveList | None,
         lead_s: float | None,
         order: Order,
-    ) -> Found | None:
+    ) -> ScheduledSelection | None:
         if not selection.fits:
             return None
         plan = selection.plan
-        chosen = choices(plan, selection.routes)
+        chosen = decisions(plan, selection.routes)
         if lead_s is None:
             made = schedule(plan, chosen, before, order)
         else:
@@ -243,38 +243,38 @@ class Search:
         seconds = self.task.iteration_s(
             seconds, ops_s=float(plan.clock[-1]), moved_bytes=made.moved_bytes
         )
-        return Found(strategy, seconds, made, selection, blocked, lead_s, order)
+        return ScheduledSelection(strategy, seconds, made, selection, blocked, lead_s, order)
 
 
-def _leaves_copies(found: Found) -> bool:
+def _leaves_copies(candidate: ScheduledSelection) -> bool:
     """Whether what lasts was written out for nothing: an iteration ends with a copy that it does not begin with."""
-    plan, task = found.schedule.layout, found.schedule.layout.task
-    settled = {
+    plan, task = candidate.schedule.layout, candidate.schedule.layout.task
+    stored = {
         number
-        for moves in found.schedule.boundaries
+        for moves in candidate.schedule.boundaries
         for kind, number in moves
-        if kind == Kind.SETTLE and task.persistent[plan.intervals[number].tensor]
+        if kind == Kind.STORED and task.persistent[plan.intervals[number].tensor]
     }
-    if not settled or not task.workload.repeats:
+    if not stored or not task.workload.repeats:
         return False
-    used = {plan.intervals[j].version for j in found.selection.routes if j not in settled}
-    return any(plan.intervals[j].version not in used for j in settled)
+    used = {plan.intervals[j].version for j in candidate.selection.routes if j not in stored}
+    return any(plan.intervals[j].version not in used for j in stored)
 
 
-def _without_idle(found: Found) -> Selection:
+def _without_idle(candidate: ScheduledSelection) -> Selection:
     """Return the selection without the intervals whose tensor never got away."""
-    if not found.schedule.idle:
-        return found.selection
-    selection = found.selection.copy()
-    for j in found.schedule.idle:
+    if not candidate.schedule.idle:
+        return candidate.selection
+    selection = candidate.selection.copy()
+    for j in candidate.schedule.idle:
         selection.drop(j)
     return selection
 
 
 def selection_of(plan: RunLayout, leave: Mapping[Key, tuple[float, ...]]) -> Selection:
     """Return whole intervals from shares: what mostly leaves, more where memory is short, less where not."""
-    found = Selection(plan)
-    found.settle()
+    selection = Selection(plan)
+    selection.evict_unused()
     shares = {
         j: leave[key] for j, key in enumerate(plan.keys) if key in leave and sum(leave[key]) > 0
     }
@@ -282,14 +282,14 @@ def selection_of(plan: RunLayout, leave: Mapping[Key, tuple[float, ...]]) -> Sel
     owed = [0.0] * len(plan.task.routes)
     for j in sorted(shares, key=lambda j: plan.intervals[j].start):
         if sum(shares[j]) >= _MOSTLY:
-            found.add(j, _route(shares[j], plan.task.sizes[plan.intervals[j].tensor], owed))
+            selection.add(j, _route(shares[j], plan.task.sizes[plan.intervals[j].tensor], owed))
     rest = sorted(
-        (j for j in range(len(plan.intervals)) if j not in found.routes),
+        (j for j in range(len(plan.intervals)) if j not in selection.routes),
         key=lambda j: (-sum(shares.get(j, (0.0,))), -plan.idle_s[j]),
     )
-    found.fill((j, None) for j in rest)
-    found.thin(j for j in reversed(order) if sum(shares[j]) < _MOSTLY)
-    return found
+    selection.fill((j, None) for j in rest)
+    selection.thin(j for j in reversed(order) if sum(shares[j]) < _MOSTLY)
+    return selection
 
 
 def _route(share: tuple[float, ...], size: int, owed: list[float]) -> int:

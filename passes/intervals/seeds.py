@@ -1,4 +1,4 @@
-"""Interval starts: the candidates that a search begins with.
+"""Seeds: the candidates that a search begins with.
 
 Heuristics of other systems, two of them with what is cheap recomputed, and for tight memory odd ones.
 """
@@ -10,12 +10,12 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from gascompile.passes.intervals.recompute import Remake
+from gascompile.passes.intervals.recompute import IntervalRecompute
 from gascompile.passes.intervals.selection import Selection
 from gascompile.passes.intervals.strategies import STRATEGIES, largest_area
 from gascompile.passes.model.interval_layout import RunLayout, layout
 
-Start = tuple[str, Selection]
+Seed = tuple[str, Selection]
 """A candidate's name and what leaves."""
 RECOMPUTE_RATIOS = (0.02, 0.1, 0.4, 1.0)
 """Recompute what takes at most this share of the time that moving it away and back would take."""
@@ -24,32 +24,32 @@ _BESIDE = (1, 2)
 
 What comes back has to have room while what is at hand is in use: without, the link waits at each use of a large tensor.
 """
-_FEW_REMAKES = 12
+_FEW_RECOMPUTES = 12
 """As many recomputations are begun with one by one."""
 _ATTEMPTS = 40
 """Selections that are tried before a budget is refused."""
 
 
-def starts(base: RunLayout, remakes: Mapping[int, Remake]) -> Iterator[Start]:
+def seeds(base: RunLayout, recomputes: Mapping[int, IntervalRecompute]) -> Iterator[Seed]:
     """Yield the heuristics, and two of them with what is cheap to recompute recomputed."""
     for name, strategy in STRATEGIES.items():
         selection = strategy(base)
         yield name, selection
         if not base.task.workload.repeats:
-            yield name, selection.rested()
-    for ratio in RECOMPUTE_RATIOS if remakes else ():
-        dropped = cheap(base, remakes, ratio)
+            yield name, selection.with_clean_resident()
+    for ratio in RECOMPUTE_RATIOS if recomputes else ():
+        dropped = cheap(base, recomputes, ratio)
         if dropped:
             plan = layout(base.task, dropped)
             for name in ("furthest_use", "keep_everything"):
                 yield f"{name}_recompute", STRATEGIES[name](plan)
-    for remake in remakes.values() if len(remakes) <= _FEW_REMAKES else ():
-        plan = layout(base.task, remake.dropped)
+    for recompute in recomputes.values() if len(recomputes) <= _FEW_RECOMPUTES else ():
+        plan = layout(base.task, recompute.dropped)
         for name, strategy in STRATEGIES.items():
             yield f"{name}_recompute", strategy(plan)
 
 
-def roomy(base: RunLayout) -> Iterator[Start]:
+def roomy(base: RunLayout) -> Iterator[Seed]:
     """Yield heuristics that leave room beside what is in use, so that the next large tensor comes back meanwhile."""
     task = base.task
     able = [i.tensor for i in base.intervals if not (i.unused or i.tensor in task.fixed)]
@@ -58,15 +58,15 @@ def roomy(base: RunLayout) -> Iterator[Start]:
         limit_bytes = task.limit_bytes - count * most
         tight = replace(base, task=replace(task, limit_bytes=limit_bytes))
         for name, strategy in (("largest_area", largest_area), ("largest_first", _largest_first)):
-            found = strategy(tight)
-            if found.routes:
-                yield name, found.within(base)
+            selection = strategy(tight)
+            if selection.routes:
+                yield name, selection.within(base)
 
 
 def _largest_first(plan: RunLayout) -> Selection:
     """Send away the largest over the fastest link, of those of a size that lie long evenly spread ones first."""
-    found = Selection(plan)
-    found.settle()
+    selection = Selection(plan)
+    selection.evict_unused()
     alike: dict[int, list[int]] = {}
     for j, interval in enumerate(plan.intervals):
         alike.setdefault(plan.task.sizes[interval.tensor], []).append(j)
@@ -75,9 +75,11 @@ def _largest_first(plan: RunLayout) -> Selection:
         most_s = max(plan.idle_s[j] for j in alike[size])
         long = [j for j in alike[size] if plan.idle_s[j] >= most_s / 2]
         order += [long[k] for k in _spread(len(long))]
-    found.fill((j, 0) for j in order)
-    found.fill((j, 0) for j in sorted(range(len(plan.intervals)), key=lambda j: -plan.idle_s[j]))
-    return _exchanged(found)
+    selection.fill((j, 0) for j in order)
+    selection.fill(
+        (j, 0) for j in sorted(range(len(plan.intervals)), key=lambda j: -plan.idle_s[j])
+    )
+    return _exchanged(selection)
 
 
 def _spread(count: int) -> list[int]:
@@ -87,14 +89,14 @@ def _spread(count: int) -> list[int]:
     return [k for k in turned if k < count]
 
 
-def _exchanged(found: Selection) -> Selection:
+def _exchanged(selection: Selection) -> Selection:
     """Return the selection with small intervals in the place of a large one, where that frees enough."""
-    sizes = [found.task.sizes[interval.tensor] for interval in found.plan.intervals]
-    spare = -found.excess_bytes
-    last = next((j for j in reversed(found.routes) if sizes[j] > spare > 0), None)
-    other = found.copy()
-    if last is None or found.plan.intervals[last].unused or not other.take_back(last):
-        return found
+    sizes = [selection.task.sizes[interval.tensor] for interval in selection.plan.intervals]
+    spare = -selection.excess_bytes
+    last = next((j for j in reversed(selection.routes) if sizes[j] > spare > 0), None)
+    other = selection.copy()
+    if last is None or selection.plan.intervals[last].unused or not other.take_back(last):
+        return selection
     small = [j for j in range(len(sizes)) if j not in other.routes and sizes[j] < sizes[last]]
     small.sort(key=lambda j: sizes[j])
     moved = 0
@@ -102,27 +104,29 @@ def _exchanged(found: Selection) -> Selection:
         j = next((j for j in small if sizes[j] >= excess), small[-1])
         small.remove(j)
         moved += sizes[j] if other.add(j) else 0
-    return other if other.fits and moved < sizes[last] else found
+    return other if other.fits and moved < sizes[last] else selection
 
 
 def cheap(
-    base: RunLayout, remakes: Mapping[int, Remake], ratio: float
+    base: RunLayout, recomputes: Mapping[int, IntervalRecompute], ratio: float
 ) -> frozenset[tuple[int, int]]:
     """Return what takes at most ``ratio`` of the time of the fastest way out and back."""
     task = base.task
     groups: dict[int, list[int]] = {}
-    for j in remakes:
+    for j in recomputes:
         groups.setdefault(task.repeatable[base.intervals[j].tensor], []).append(j)
     dropped: set[tuple[int, int]] = set()
     for members in groups.values():
         moved_s = sum(way_s(base, j) for j in members)
-        again_s = sum(task.op_times_s[op] for op in set().union(*(remakes[j].ops for j in members)))
+        again_s = sum(
+            task.op_times_s[op] for op in set().union(*(recomputes[j].ops for j in members))
+        )
         idle_s = min(
             float(base.clock[base.intervals[j].end] - base.clock[base.intervals[j].start + 1])
             for j in members
         )
         if again_s <= ratio * moved_s and again_s < idle_s:
-            dropped |= {pair for j in members for pair in remakes[j].dropped}
+            dropped |= {pair for j in members for pair in recomputes[j].dropped}
     return frozenset(dropped)
 
 
@@ -139,15 +143,15 @@ def way_s(base: RunLayout, j: int) -> float:
     )
 
 
-def last_resorts(base: RunLayout, remakes: Mapping[int, Remake]) -> Iterator[Start]:
+def last_resorts(base: RunLayout, recomputes: Mapping[int, IntervalRecompute]) -> Iterator[Seed]:
     """Yield selections for tight memory: all heuristics with everything recomputed, odd orders."""
-    everything = frozenset(pair for remake in remakes.values() for pair in remake.dropped)
+    everything = frozenset(pair for recompute in recomputes.values() for pair in recompute.dropped)
     chance = random.Random(0)
     for attempt in range(_ATTEMPTS):
         dropped = everything
         if attempt:
-            chosen = [remake for remake in remakes.values() if chance.random() < 0.5]
-            dropped = frozenset(pair for remake in chosen for pair in remake.dropped)
+            chosen = [recompute for recompute in recomputes.values() if chance.random() < 0.5]
+            dropped = frozenset(pair for recompute in chosen for pair in recompute.dropped)
         plan = layout(base.task, dropped)
         if not attempt:
             for name, strategy in STRATEGIES.items():

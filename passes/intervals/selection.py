@@ -33,7 +33,7 @@ class Selection:
         other.memory = self.memory.copy()
         other._used = [used.copy() for used in self._used]
         other._busy_s = [busy_s.copy() for busy_s in self._busy_s]
-        other._of_tensor = {tensor: found.copy() for tensor, found in self._of_tensor.items()}
+        other._of_tensor = {tensor: numbers.copy() for tensor, numbers in self._of_tensor.items()}
         return other
 
     def within(self, plan: RunLayout) -> Selection:
@@ -142,17 +142,17 @@ class Selection:
             if j in self.routes:
                 self.drop(j)
 
-    def rested(self) -> Selection:
-        """Return the same with clean tensors at rest in memory, as far as there is room; for lists that run once."""
+    def with_clean_resident(self) -> Selection:
+        """Return the same with clean tensors in memory as a list that runs once begins, as far as there is room."""
         other = self.copy()
         for j, interval in enumerate(self.plan.intervals):
             tensor = interval.tensor
             clean = self.task.persistent[tensor] and not self.task.written[tensor]
             if clean and interval.wraps and j in other.routes and not other.drop(j):
-                other.begin_at_rest(j)
+                other._begin_resident(j)
         return other
 
-    def begin_at_rest(self, j: int) -> bool:
+    def _begin_resident(self, j: int) -> bool:
         """Let the tensor that is away around the ends leave behind its last use alone; return whether that fits."""
         tensor, route = self.plan.intervals[j].tensor, self.routes[j]
         before = self.copy()
@@ -163,7 +163,7 @@ class Selection:
         self._busy_s, self._of_tensor = before._busy_s, before._of_tensor
         return False
 
-    def settle(self) -> None:
+    def evict_unused(self) -> None:
         """Send away what no run accesses, the largest first, where there is room."""
         idle = [j for j, interval in enumerate(self.plan.intervals) if interval.unused]
         for j in sorted(idle, key=lambda j: -self.task.sizes[self.plan.intervals[j].tensor]):
@@ -211,12 +211,12 @@ class Selection:
 
     def _by_load(self, tensor: int, wanted: int | None) -> list[int]:
         """Return the routes that ``tensor`` can take: the wanted one, then those that end first."""
-        found: list[tuple[bool, float, int]] = []
+        loads: list[tuple[bool, float, int]] = []
         for route in range(len(self.task.routes)):
             if self.task.can_take(tensor, route):
                 load_s, store_s = self._busy_s[route]
                 load_s += self.task.load_s(tensor, route)
                 if self.task.written[tensor]:
                     store_s += self.task.store_s(tensor, route)
-                found.append((route != wanted, max(load_s, store_s), route))
-        return [route for _, _, route in sorted(found)]
+                loads.append((route != wanted, max(load_s, store_s), route))
+        return [route for _, _, route in sorted(loads)]

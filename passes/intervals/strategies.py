@@ -19,34 +19,36 @@ _STRETCHES = 400
 
 def keep_everything(plan: RunLayout) -> Selection:
     """Let nothing leave but what has to: the shortest part of memory above the limit."""
-    found = _settled(plan)
-    found.fill((j, None) for j in _by_length(plan))
-    return found
+    selection = _without_unused(plan)
+    selection.fill((j, None) for j in _by_length(plan))
+    return selection
 
 
 def all_moved(plan: RunLayout) -> Selection:
     """Send everything away between its uses, as ZeRO-Inference does with weights."""
-    found = _settled(plan)
+    selection = _without_unused(plan)
     for j in range(len(plan.intervals)):
-        found.add(j, 0)
-    return found
+        selection.add(j, 0)
+    return selection
 
 
 def first_fit(plan: RunLayout) -> Selection:
     """Keep tensors in the order of their first use until memory is full, as accelerate does."""
-    found = all_moved(plan)
+    selection = all_moved(plan)
     intervals_of: dict[int, list[int]] = {}
     for j in sorted(range(len(plan.intervals)), key=lambda j: plan.intervals[j].start):
         intervals_of.setdefault(plan.intervals[j].tensor, []).append(j)
     for tensor, members in intervals_of.items():
-        if all(found.most(j) + plan.task.sizes[tensor] <= plan.task.limit_bytes for j in members):
-            found.thin(members)
-    return found
+        if all(
+            selection.most(j) + plan.task.sizes[tensor] <= plan.task.limit_bytes for j in members
+        ):
+            selection.thin(members)
+    return selection
 
 
 def furthest_use(plan: RunLayout) -> Selection:
     """At each run that does not fit, send away what is used last from there on, as Belady would."""
-    found = _settled(plan)
+    selection = _without_unused(plan)
     begun: list[list[tuple[int, int]]] = [[] for _ in range(plan.num_runs + 1)]
     for j, interval in enumerate(plan.intervals):
         for start, end in plan.spans(interval):
@@ -57,27 +59,27 @@ def furthest_use(plan: RunLayout) -> Selection:
     for run in range(plan.num_runs):
         for pair in begun[run]:
             heapq.heappush(open_now, pair)
-        while open_now and int(found.memory[run]) > plan.task.limit_bytes:
+        while open_now and int(selection.memory[run]) > plan.task.limit_bytes:
             if -open_now[0][0] <= run:
                 open_now.clear()
                 break
-            found.add(-heapq.heappop(open_now)[1])
-    found.fill((j, None) for j in _by_length(plan))
-    return found
+            selection.add(-heapq.heappop(open_now)[1])
+    selection.fill((j, None) for j in _by_length(plan))
+    return selection
 
 
 def per_layer(plan: RunLayout) -> Selection:
     """Send away the same share of every stretch of the iteration, the least that fits, as FlexGen does."""
     sizes = [plan.task.sizes[interval.tensor] for interval in plan.intervals]
     for step in range(21):
-        found, owed = _settled(plan), 0.0
+        selection, owed = _without_unused(plan), 0.0
         for j, size in enumerate(sizes):
             owed += size * step / 20
             if owed >= size / 2:
-                found.add(j)
+                selection.add(j)
                 owed -= size
-        if found.fits:
-            return found
+        if selection.fits:
+            return selection
     return all_moved(plan)
 
 
@@ -87,13 +89,13 @@ def largest_area(plan: RunLayout) -> Selection:
     A copy goes to the slowest tier if its way there and back fits into the interval; to the faster
     ones where it does not.
     """
-    found = _settled(plan)
+    selection = _without_unused(plan)
     task = plan.task
     limit = task.limit_bytes
     channels = _Channels(plan)
     pending = {j: 0.0 for j, interval in enumerate(plan.intervals) if not interval.unused}
-    while found.excess_bytes > 0 and pending:
-        above = np.minimum(np.maximum(found.memory - limit, 0), np.iinfo(np.int32).max * 1024)
+    while selection.excess_bytes > 0 and pending:
+        above = np.minimum(np.maximum(selection.memory - limit, 0), np.iinfo(np.int32).max * 1024)
         scores: list[tuple[float, int]] = []
         for j in pending:
             interval = plan.intervals[j]
@@ -109,11 +111,11 @@ def largest_area(plan: RunLayout) -> Selection:
         # Scores change little from one pick to the next: take some of the best ones at once.
         scores.sort(reverse=True)
         for _, j in scores[: max(1, len(scores) // 16)]:
-            if found.most(j) > limit:
-                found.add(j, channels.slowest_in_time(j))
+            if selection.most(j) > limit:
+                selection.add(j, channels.slowest_in_time(j))
             del pending[j]
-    found.fill((j, None) for j in _by_length(plan))
-    return found
+    selection.fill((j, None) for j in _by_length(plan))
+    return selection
 
 
 class _Channels:
@@ -166,10 +168,10 @@ class _Channels:
         return taken if needed_s <= 1e-12 else None
 
 
-def _settled(plan: RunLayout) -> Selection:
-    found = Selection(plan)
-    found.settle()
-    return found
+def _without_unused(plan: RunLayout) -> Selection:
+    selection = Selection(plan)
+    selection.evict_unused()
+    return selection
 
 
 def _by_length(plan: RunLayout) -> Iterator[int]:

@@ -47,9 +47,9 @@ def update_groups(workload: Workload, machine: Machine, tier: str) -> list[Updat
         and all(kinds[name] in PERSISTENT for name in op.writes)
     ]
     groups = (_group(workload, ops, tier, kinds) for ops in _joined(workload, able))
-    found = [g for g in groups if g is not None and g.size_bytes >= least_bytes]
-    gradients = Counter(g.gradient for g in found)
-    return sorted((g for g in found if gradients[g.gradient] == 1), key=lambda g: g.ops)
+    worthwhile = [g for g in groups if g is not None and g.size_bytes >= least_bytes]
+    gradients = Counter(g.gradient for g in worthwhile)
+    return sorted((g for g in worthwhile if gradients[g.gradient] == 1), key=lambda g: g.ops)
 
 
 def _joined(workload: Workload, able: Sequence[int]) -> list[list[int]]:
@@ -99,7 +99,7 @@ def _group(
         name: [i for i, op in enumerate(workload.ops) if i not in mine and name in op.reads]
         for name in changed
     }
-    if any(i > ops[0] for found in users.values() for i in found):
+    if any(i > ops[0] for readers in users.values() for i in readers):
         return None
     return UpdateGroup(
         ops=tuple(ops),

@@ -56,14 +56,14 @@ def update_sites(
         planned: plans what a choice leaves.
         fits: whether a plan keeps the budget and all rules.
     """
-    found: IntervalPlan | None = None
+    fastest_yet: IntervalPlan | None = None
     for tier in _other_sites(workload, machine):
         for chosen in _trials(update_groups(workload, machine, tier)):
             trial = _Trial(workload, machine, tier, chosen, best.seconds if best else 0.0)
-            fastest = found or best
+            fastest = fastest_yet or best
             limit_s = fastest.seconds if fastest else math.inf
-            found = trial.plan(limits_bytes, limit_s, planned, fits) or found
-    return found
+            fastest_yet = trial.plan(limits_bytes, limit_s, planned, fits) or fastest_yet
+    return fastest_yet
 
 
 def _other_sites(workload: Workload, machine: Machine) -> Iterator[str]:
@@ -145,14 +145,14 @@ class _Trial:
         homes = {**rest.homes}
         for group in self._groups:
             homes |= dict.fromkeys((*group.shared, *group.apart), self._tier)
-        found: IntervalPlan | None = None
+        best: IntervalPlan | None = None
         for margin in (*_MARGINS, _LAST):
             steps = self._merged(rest.steps, margin)
             seconds = self._seconds(steps)
             plan = replace(rest, steps=steps, homes=homes, sites=self._sites, seconds=seconds)
-            if seconds < (found.seconds if found is not None else limit_s) and fits(plan):
-                found = replace(plan, strategy=f"{rest.strategy}_updates", bound_s=0.0)
-        return found
+            if seconds < (best.seconds if best is not None else limit_s) and fits(plan):
+                best = replace(plan, strategy=f"{rest.strategy}_updates", bound_s=0.0)
+        return best
 
     def _rest(self) -> Workload:
         """Return what is left to plan: gradients that stay until they are through, parameters that nobody writes."""

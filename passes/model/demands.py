@@ -17,16 +17,16 @@ def demands(problem: Problem, arena_bytes: int) -> tuple[Demand, ...]:
     Args:
         arena_bytes: the smallest arena of any plan.
     """
-    found = [*_weights(problem, arena_bytes), *_live(problem)]
-    found += [
+    held = [*_weights(problem, arena_bytes), *_live(problem)]
+    held += [
         Demand(kind=tensor.kind.value, name=tensor.name, size_bytes=tensor.size_bytes)
         for tensor in problem.workload.tensors
         if tensor.kind == TensorKind.STATE
     ]
     if problem.reserved_bytes:
         reserved = problem.reserved_bytes
-        found.append(Demand(kind="reserved", name="for the runtime", size_bytes=reserved))
-    return tuple(sorted(found, key=lambda demand: -demand.size_bytes))
+        held.append(Demand(kind="reserved", name="for the runtime", size_bytes=reserved))
+    return tuple(sorted(held, key=lambda demand: -demand.size_bytes))
 
 
 def _weights(problem: Problem, arena_bytes: int) -> list[Demand]:
@@ -39,17 +39,17 @@ def _weights(problem: Problem, arena_bytes: int) -> list[Demand]:
         return []
     widest = max(sums, key=lambda op: sums[op])
     name = problem.workload.ops[widest].name
-    found = [
+    held = [
         Demand(kind="weight", name=weight.name, size_bytes=weight.reserved_bytes, op=name)
         for weight in problem.weights
         if widest in weight.uses
     ]
     if arena_bytes > sums[widest]:
         left = arena_bytes - sums[widest]
-        found.append(
+        held.append(
             Demand(kind="weight", name="those that no slow tier has room for", size_bytes=left)
         )
-    return found
+    return held
 
 
 def _live(problem: Problem) -> list[Demand]:
@@ -58,7 +58,7 @@ def _live(problem: Problem) -> list[Demand]:
     if not ops:
         return []
     peak, live = problem.live.peak_op, lifetimes(problem.workload)
-    found = [
+    held = [
         Demand(
             kind=tensor.kind.value,
             name=tensor.name,
@@ -71,5 +71,5 @@ def _live(problem: Problem) -> list[Demand]:
     if ops[peak].workspace_bytes:
         size_bytes = ops[peak].workspace_bytes
         name = ops[peak].name
-        found.append(Demand(kind="workspace", name=name, size_bytes=size_bytes, op=name))
-    return found
+        held.append(Demand(kind="workspace", name=name, size_bytes=size_bytes, op=name))
+    return held

@@ -115,25 +115,25 @@ def layout(
 def layout_of(task: IntervalProblem, runs: Sequence[Run]) -> RunLayout:
     """Lay out ``runs``: each op once in its place, others before some of them, and the end of the list.
 
-    A tensor that a rerun makes anew is gone from its access before that one on.
+    A tensor that a recomputation makes anew is gone from its access before that one on.
     """
     num_ops = len(task.reads)
     accesses = _accesses(task, runs)
     count = len(runs)
     change = np.zeros(count + 1, dtype=np.int64)
-    for tensor, found in enumerate(accesses):
+    for tensor, uses in enumerate(accesses):
         first, last = 0, count
         if not task.persistent[tensor]:
-            if not found:
+            if not uses:
                 continue
-            first = found[0][0] if found[0][1] else 0
-            last = found[-1][0] + 1
+            first = uses[0][0] if uses[0][1] else 0
+            last = uses[-1][0] + 1
         change[first] += task.sizes[tensor]
         change[last] -= task.sizes[tensor]
     intervals: list[Interval] = []
     keys: list[Key] = []
-    for tensor, found in enumerate(accesses):
-        for interval in _intervals(task, tensor, found, runs):
+    for tensor, uses in enumerate(accesses):
+        for interval in _intervals(task, tensor, uses, runs):
             if interval.wraps or interval.end > interval.start + 1:
                 intervals.append(interval)
                 until = runs[interval.end] if interval.end < count else Run(num_ops, NEVER)
@@ -142,9 +142,9 @@ def layout_of(task: IntervalProblem, runs: Sequence[Run]) -> RunLayout:
     ops = task.workload.ops
     workspace = np.array([*(ops[run.source].workspace_bytes for run in runs[:-1]), 0], np.int64)
     made = workspace.copy()
-    for tensor, found in enumerate(accesses):
-        if found and found[0][1] and not task.persistent[tensor]:
-            made[found[0][0]] += task.sizes[tensor]
+    for tensor, uses in enumerate(accesses):
+        if uses and uses[0][1] and not task.persistent[tensor]:
+            made[uses[0][0]] += task.sizes[tensor]
     gone = _dropped(runs, accesses, task)
     for tensor, start, end in gone:
         change[start] -= task.sizes[tensor]
@@ -164,7 +164,7 @@ def layout_of(task: IntervalProblem, runs: Sequence[Run]) -> RunLayout:
         kept=np.cumsum(change)[:count] + workspace,
         made=made,
         dropped=dropped,
-        last_access={t: found[-1][0] for t, found in enumerate(accesses) if found},
+        last_access={t: used[-1][0] for t, used in enumerate(accesses) if used},
         idle_s=_idle_s(intervals, clock.tolist()),
     )
 
@@ -183,8 +183,8 @@ def _dropped(
     gone: list[tuple[int, int, int]] = []
     if len(runs) == len(task.reads) + 1:
         return gone
-    for tensor, found in enumerate(accesses):
-        for (before, _), (run, is_write) in pairwise(found):
+    for tensor, uses in enumerate(accesses):
+        for (before, _), (run, is_write) in pairwise(uses):
             if is_write and runs[run].again:
                 gone.append((tensor, before + 1, run))
     return gone
@@ -192,27 +192,27 @@ def _dropped(
 
 def _accesses(task: IntervalProblem, runs: Sequence[Run]) -> list[list[tuple[int, bool]]]:
     """Return ``(run, whether it writes)`` per tensor."""
-    found: list[list[tuple[int, bool]]] = [[] for _ in task.sizes]
+    accesses: list[list[tuple[int, bool]]] = [[] for _ in task.sizes]
     for number, run in enumerate(runs[:-1]):
         for tensor in task.reads[run.source]:
-            found[tensor].append((number, False))
+            accesses[tensor].append((number, False))
         for tensor in task.writes[run.source]:
-            found[tensor].append((number, True))
+            accesses[tensor].append((number, True))
     for tensor, stays in enumerate(task.stays_to_end):
-        if stays and found[tensor]:
-            found[tensor].append((len(runs) - 1, False))
-    return found
+        if stays and accesses[tensor]:
+            accesses[tensor].append((len(runs) - 1, False))
+    return accesses
 
 
 def _intervals(
-    task: IntervalProblem, tensor: int, found: list[tuple[int, bool]], runs: Sequence[Run]
+    task: IntervalProblem, tensor: int, accesses: list[tuple[int, bool]], runs: Sequence[Run]
 ) -> list[Interval]:
     """Return the intervals of one tensor in the order of the list, the wrapping one last."""
     if task.persistent[tensor]:
-        return _persistent_intervals(task, tensor, found, len(runs))
+        return _persistent_intervals(task, tensor, accesses, len(runs))
     intervals: list[Interval] = []
     version, age = -1, 0
-    for (start, is_write), (end, rewritten) in pairwise(found):
+    for (start, is_write), (end, rewritten) in pairwise(accesses):
         if is_write:
             version, age = start, 0
         # A recomputation makes the value anew: what lies before it is no interval.
@@ -224,18 +224,18 @@ def _intervals(
 
 
 def _persistent_intervals(
-    task: IntervalProblem, tensor: int, found: list[tuple[int, bool]], count: int
+    task: IntervalProblem, tensor: int, accesses: list[tuple[int, bool]], count: int
 ) -> list[Interval]:
-    if not found:
+    if not accesses:
         return [Interval(tensor, -1, count, False, (tensor, -1), 0)]
-    last_write = max((run for run, is_write in found if is_write), default=-1)
-    start, end = found[-1][0], found[0][0]
+    last_write = max((run for run, is_write in accesses if is_write), default=-1)
+    start, end = accesses[-1][0], accesses[0][0]
     # Where iterations follow each other, the value around the end is the one of the last write.
     carried = last_write if task.workload.repeats else -1
-    after = sum(1 for run, _ in found if run >= last_write) if last_write >= 0 else 0
+    after = sum(1 for run, _ in accesses if run >= last_write) if last_write >= 0 else 0
     intervals: list[Interval] = []
     version, age = carried, after if task.workload.repeats else 1
-    for (begin, is_write), (until, _) in pairwise(found):
+    for (begin, is_write), (until, _) in pairwise(accesses):
         if is_write:
             version, age = begin, 0
         intervals.append(Interval(tensor, begin, until, False, (tensor, version), age))

@@ -91,9 +91,9 @@ class IntervalProblem:
         assert number is not None, "dirty tensors only take routes with a way out"
         sizes = self.changed_bytes if out else self.sizes
         link, size = self.machine.links[number], sizes[tensor]
-        found = number, link.transfer_time_s(size), pipe_times(self.machine, link, size)
-        self._transfers[key] = found
-        return found
+        transfer = number, link.transfer_time_s(size), pipe_times(self.machine, link, size)
+        self._transfers[key] = transfer
+        return transfer
 
     def load_s(self, tensor: int, route: int) -> float:
         """Seconds that the link into the compute tier is busy with ``tensor``."""
@@ -238,25 +238,25 @@ def changed_bytes(workload: Workload) -> dict[str, int]:
     left behind when it came back is older by them alone.
     """
     sizes = {tensor.name: tensor.size_bytes for tensor in workload.tensors}
-    found: dict[str, int] = {}
+    changed: dict[str, int] = {}
     for op in workload.ops:
         for name in op.writes:
             part = op.patches.get(name, sizes[name]) if workload.repeats else sizes[name]
-            found[name] = min(found.get(name, 0) + part, sizes[name])
-    return found
+            changed[name] = min(changed.get(name, 0) + part, sizes[name])
+    return changed
 
 
 def _routes(machine: Machine, limits_bytes: Mapping[str, int]) -> tuple[Route, ...]:
     site = machine.compute_tier
     position = {link.name: i for i, link in enumerate(machine.links)}
-    found: dict[str, Route] = {}
+    route_of: dict[str, Route] = {}
     for link in machine.links_into(site):
         tier = link.source_tier
-        if tier not in found:
+        if tier not in route_of:
             room = limits_bytes.get(tier, machine.tiers[tier].size_bytes)
             out = position.get(f"{site}->{tier}")
-            found[tier] = Route(tier, room, position[link.name], out)
-    return tuple(found.values())
+            route_of[tier] = Route(tier, room, position[link.name], out)
+    return tuple(route_of.values())
 
 
 def _by_first_use(workload: Workload) -> list[TensorSpec]:
@@ -280,7 +280,7 @@ def _repeatable(
 ) -> dict[int, int]:
     """Return what ops write that can run again: each result theirs alone, none read, none that lasts."""
     kinds = {number[t.name]: t.kind for t in workload.tensors if t.name in number}
-    found: dict[int, int] = {}
+    source_of: dict[int, int] = {}
     for source, op in enumerate(workload.ops):
         made = writes[source]
         passing = all(
@@ -292,5 +292,5 @@ def _repeatable(
         # An op that writes one of the caller's inputs changes what is not the plan's.
         inside = all(name in number for name in op.writes)
         if passing and inside and not set(op.reads) & set(op.writes):
-            found |= dict.fromkeys(made, source)
-    return found
+            source_of |= dict.fromkeys(made, source)
+    return source_of

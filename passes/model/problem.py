@@ -3,7 +3,8 @@
 A *weight* is read by at least one op. Between two of its uses lies an *interval*: number ``j`` goes from
 use ``j`` to the next one, the last to the first use of the following iteration. A *placement* says for
 every weight whether it is resident or over which link it is streamed, and which intervals a streamed
-weight stays in the arena for. A *visit* is the stay of a streamed weight in the arena.
+weight stays in the arena for. A *staged copy* is a streamed weight in the arena, from its
+prefetch to the last of the uses that it stays for.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Problem:
     live: Liveness
     weights: tuple[Weight, ...]
     """In the order of their first use."""
-    idle_homes: dict[str, str]
+    unread_homes: dict[str, str]
     """Slow tier of each weight that no op reads."""
     links: tuple[Link, ...]
     """Links into the compute tier, fastest first."""
@@ -53,7 +54,7 @@ class Problem:
     limits_bytes: dict[str, int]
     """Budget per tier."""
     room_bytes: dict[str, int]
-    """What each slow tier can hold besides ``idle_homes``."""
+    """What each slow tier can hold besides ``unread_homes``."""
     reserved_bytes: int
     """Bytes of the compute tier that must stay free."""
 
@@ -103,7 +104,7 @@ class Placement:
     kept: frozenset[tuple[int, int]] = frozenset()
     """``(weight, interval)`` of streamed weights that stay in the arena over the interval.
 
-    Never their last one: no visit crosses the end of an iteration, where each op waits anew.
+    Never their last one: no staged copy crosses the end of an iteration, where each op waits anew.
     """
 
     @property
@@ -113,8 +114,8 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
-    """One stay of a streamed weight in the arena."""
+class StagedCopy:
+    """A streamed weight in the arena, for one use or for several that follow each other."""
 
     weight: int
     link: int
@@ -148,7 +149,7 @@ def problem(
     limits = budget.limits_bytes(machine)
     room = {link.source_tier: limits[link.source_tier] for link in links}
     tiers = {name: op.gather_tier for op in workload.ops for name in gathered(op)}
-    idle = _idle_homes(
+    idle = _unread_homes(
         [(n, sizes[n]) for n, uses in live.weight_uses.items() if not uses], room, tiers
     )
     weights = [
@@ -162,7 +163,7 @@ def problem(
         machine=machine,
         live=live,
         weights=tuple(sorted(weights, key=lambda weight: weight.uses[:1])),
-        idle_homes=idle,
+        unread_homes=idle,
         links=links,
         op_times_s=op_times_s,
         sums_s=tuple(running_sums(op_times_s)),
@@ -172,7 +173,7 @@ def problem(
     )
 
 
-def _idle_homes(
+def _unread_homes(
     idle: Sequence[tuple[str, int]], room: dict[str, int], tiers: Mapping[str, str]
 ) -> dict[str, str]:
     """Return a slow tier for each idle weight, that of ``tiers`` where it names one, and take its bytes from ``room``.
@@ -189,22 +190,24 @@ def _idle_homes(
     return homes
 
 
-def visits_of(problem: Problem, placement: Placement) -> list[Visit]:
-    """Return the visits of the streamed weights, in the order of their first use."""
-    found: list[Visit] = []
+def staged_copies(problem: Problem, placement: Placement) -> list[StagedCopy]:
+    """Return the staged copies of the streamed weights, in the order of their first use."""
+    copies: list[StagedCopy] = []
     for i in placement.streamed:
         link = placement.link_of[i]
         assert link is not None
-        found.extend(_weight_visits(problem, placement, i, link))
-    return sorted(found, key=lambda visit: (visit.start, visit.weight))
+        copies.extend(_copies_of_weight(problem, placement, i, link))
+    return sorted(copies, key=lambda copy: (copy.start, copy.weight))
 
 
-def _weight_visits(problem: Problem, placement: Placement, i: int, link: int) -> Iterable[Visit]:
+def _copies_of_weight(
+    problem: Problem, placement: Placement, i: int, link: int
+) -> Iterable[StagedCopy]:
     weight = problem.weights[i]
     start = 0
     for j, op in enumerate(weight.uses):
         if j + 1 == len(weight.uses) or (i, j) not in placement.kept:
-            yield Visit(i, link, weight.uses[start], op, weight.reserved_bytes)
+            yield StagedCopy(i, link, weight.uses[start], op, weight.reserved_bytes)
             start = j + 1
 
 

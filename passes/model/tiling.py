@@ -74,12 +74,12 @@ def forms(workload: Workload, machine: Machine) -> list[Workload]:
             for division in divisions
             if division.gathered
         ]
-    found: list[Workload] = []
+    variants: list[Workload] = []
     for division in divisions:
         form = divide(workload, machine, division)
-        if form not in found:
-            found.append(form)
-    return found
+        if form not in variants:
+            variants.append(form)
+    return variants
 
 
 def _waits(workload: Workload, machine: Machine, table: frozenset[str]) -> bool:
@@ -118,9 +118,9 @@ def best_form(tasks: Sequence[Problem], solve: Solve, effort: Effort) -> FormSol
     # Of forms that promise the same, the one in the smallest tiles is the easiest to plan well, if not too large.
     for i in sorted(proofs, key=lambda i: (_bound_s(proofs[i]), -i if small else i)):
         if best is not None:
-            found_s = best.schedule.seconds
+            best_s = best.schedule.seconds
             bound_s = min(map(_bound_s, proofs.values()))
-            if _bound_s(proofs[i]) >= found_s or found_s - bound_s <= effort.mip_gap * found_s:
+            if _bound_s(proofs[i]) >= best_s or best_s - bound_s <= effort.mip_gap * best_s:
                 continue
             if effort.left_s() <= 0:
                 proofs[i] = replace(proofs[i], timed_out=True)
@@ -130,14 +130,14 @@ def best_form(tasks: Sequence[Problem], solve: Solve, effort: Effort) -> FormSol
                 proofs[i] = _screen(tasks[i], proofs[i], effort.left_s())
                 if _bound_s(proofs[i]) >= best.schedule.seconds:
                     continue
-            found = solve(tasks[i])
+            solution = solve(tasks[i])
         except InfeasiblePlanError as error:
             refusals.append(error)
             del proofs[i]
             continue
-        proofs[i] = replace(found.proof, bound_s=max(found.proof.bound_s, proofs[i].bound_s))
-        if best is None or found.schedule.seconds < best.schedule.seconds:
-            best = found
+        proofs[i] = replace(solution.proof, bound_s=max(solution.proof.bound_s, proofs[i].bound_s))
+        if best is None or solution.schedule.seconds < best.schedule.seconds:
+            best = solution
     if best is None:
         raise min(refusals, key=lambda error: error.required_bytes)
     proof = replace(
@@ -152,7 +152,7 @@ def _screen(task: Problem, proof: Proof, time_limit_s: float) -> Proof:
     """Return ``proof`` with the bound of the relaxed program: much less work than to plan the form."""
     feasible(task)
     try:
-        found = place(
+        relaxation = place(
             task,
             task.arena_limit_bytes,
             time_limit_s=time_limit_s,
@@ -162,7 +162,7 @@ def _screen(task: Problem, proof: Proof, time_limit_s: float) -> Proof:
     except SolverError:
         # What is wrong with the solver shows when the form is planned.
         return proof
-    return replace(proof, bound_s=max(proof.bound_s, found.bound_s))
+    return replace(proof, bound_s=max(proof.bound_s, relaxation.bound_s))
 
 
 def _bound_s(proof: Proof) -> float:
@@ -187,15 +187,17 @@ def _tile_rows(workload: Workload, tile_bytes: int) -> dict[str, int]:
     for name in rows_of:
         if sizes[name] > tile_bytes:
             by_size.setdefault(sizes[name], []).append(name)
-    found: dict[str, int] = {}
+    tile_rows: dict[str, int] = {}
     num_tiles = 0
     for size_bytes in sorted(by_size, reverse=True):
         for name in by_size[size_bytes]:
-            found[name] = _rows(rows_of[name], size_bytes, tile_bytes)
-            num_tiles += -(-rows_of[name] // found[name])
+            tile_rows[name] = _rows(rows_of[name], size_bytes, tile_bytes)
+            num_tiles += -(-rows_of[name] // tile_rows[name])
         if num_tiles > _MOST_TILES:
-            return {name: rows for name, rows in found.items() if name not in by_size[size_bytes]}
-    return found
+            return {
+                name: rows for name, rows in tile_rows.items() if name not in by_size[size_bytes]
+            }
+    return tile_rows
 
 
 def _rows(num_rows: int, size_bytes: int, tile_bytes: int) -> int:

@@ -55,8 +55,8 @@ class Chain:
     @property
     def ends(self) -> Block:
         """What comes before and after the layers, as one block; tables are read whole where they are trained."""
-        found = _sum("ends", (self.first, self.last))
-        return replace(found, weight_bytes=found.weight_bytes + found.table_bytes, table_bytes=0)
+        block = _sum("ends", (self.first, self.last))
+        return replace(block, weight_bytes=block.weight_bytes + block.table_bytes, table_bytes=0)
 
     @property
     def table_bytes(self) -> int:
@@ -91,8 +91,8 @@ def chain(workload: Workload) -> Chain:
             f"'{twice}' of '{workload.name}' runs in several places, so it is no layer of a chain; plan the model for "
             f"one machine"
         )
-    lives = _lives(workload)
-    blocks = _blocks(groups, tensors, lives)
+    lifetimes = _lifetimes(workload)
+    blocks = _blocks(groups, tensors, lifetimes)
     layers = blocks[numbered[0] : numbered[-1] + 1]
     return Chain(
         name=workload.name,
@@ -107,10 +107,10 @@ def _grouped(
     workload: Workload, tensors: dict[str, TensorSpec]
 ) -> Iterator[tuple[str, list[OpSpec]]]:
     """Yield ``(the layer's name, or '' for the head, its ops)`` in order."""
-    found = [_key(op, tensors) for op in workload.ops]
-    last = max((i for i, key in enumerate(found) if key), default=-1)
+    layers = [_key(op, tensors) for op in workload.ops]
+    last = max((i for i, key in enumerate(layers) if key), default=-1)
     current, ops = "", list[OpSpec]()
-    for i, (op, key) in enumerate(zip(workload.ops, found, strict=True)):
+    for i, (op, key) in enumerate(zip(workload.ops, layers, strict=True)):
         # In between, what has no number of its own belongs to the layer that it stands in.
         now = key or (current if i <= last else "")
         if i > last and (not _weights(op, tensors) and current):
@@ -135,28 +135,28 @@ def _key(op: OpSpec, tensors: dict[str, TensorSpec]) -> str:
     return keys.pop() if len(keys) == 1 else ""
 
 
-def _lives(workload: Workload) -> dict[str, tuple[int, int]]:
+def _lifetimes(workload: Workload) -> dict[str, tuple[int, int]]:
     """Return the first write and the last read of what ops make, by op."""
-    found: dict[str, tuple[int, int]] = {}
+    spans: dict[str, tuple[int, int]] = {}
     for i, op in enumerate(workload.ops):
         for name in op.writes:
-            begun, ended = found.get(name, (i, i))
-            found[name] = (begun, ended)
+            begun, ended = spans.get(name, (i, i))
+            spans[name] = (begun, ended)
         for name in op.reads:
-            if name in found:
-                found[name] = (found[name][0], i)
-    return found
+            if name in spans:
+                spans[name] = (spans[name][0], i)
+    return spans
 
 
 def _blocks(
     groups: Sequence[tuple[str, list[OpSpec]]],
     tensors: dict[str, TensorSpec],
-    lives: dict[str, tuple[int, int]],
+    lifetimes: dict[str, tuple[int, int]],
 ) -> list[Block]:
     blocks = []
     end = 0
     seen: set[str] = set()
-    passing = {n: life for n, life in lives.items() if tensors[n].kind not in PERSISTENT}
+    passing = {n: span for n, span in lifetimes.items() if tensors[n].kind not in PERSISTENT}
     for key, ops in groups:
         end += len(ops)
         out = sum(

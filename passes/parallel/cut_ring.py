@@ -53,13 +53,13 @@ def cut_ring(problem: RingProblem) -> RingCut:
     Raises:
         InfeasiblePlanError: the head fits nowhere, or layers are left over and no rank has a drive.
     """
-    found = [*cuts_of_one(problem).values()]
+    cuts = [*cuts_of_one(problem).values()]
     if len(problem.devices) > 1:
-        found += _cut_of_several(problem)
-    if not found:
+        cuts += _cut_of_several(problem)
+    if not cuts:
         raise _too_small(problem)
-    best = min(found, key=lambda cut: cut.seconds)
-    bound_s = min(cut.bound_s for cut in found)
+    best = min(cuts, key=lambda cut: cut.seconds)
+    bound_s = min(cut.bound_s for cut in cuts)
     return RingCut(best.ring, best.seconds, min(bound_s, best.seconds))
 
 
@@ -104,10 +104,10 @@ def _candidates(problem: RingProblem, head: tuple[int, bool]) -> Iterator[Ring]:
         if rounds > problem.chain.num_layers:
             return
         program, columns = _program(problem, head, rounds)
-        found = program.solve(time_limit_s=60.0, max_nodes=_MAX_NODES)
-        if found.ending is Ending.INFEASIBLE or not found.values:
+        outcome = program.solve(time_limit_s=60.0, max_nodes=_MAX_NODES)
+        if outcome.ending is Ending.INFEASIBLE or not outcome.values:
             continue
-        if (ring := _ring(problem, found, columns, rounds, head)) is not None:
+        if (ring := _ring(problem, outcome, columns, rounds, head)) is not None:
             yield ring
 
 
@@ -125,9 +125,9 @@ def _improved(problem: RingProblem, seconds: float, ring: Ring) -> tuple[float, 
     while moving:
         moving = False
         for other in _neighbours(problem, ring):
-            found = ring_seconds(problem, other)
-            if found < seconds * (1 - 1e-9):
-                seconds, ring, moving = found, other, True
+            other_s = ring_seconds(problem, other)
+            if other_s < seconds * (1 - 1e-9):
+                seconds, ring, moving = other_s, other, True
                 break
     return seconds, ring
 
@@ -155,13 +155,13 @@ def _changed(
     problem: RingProblem, ring: Ring, shares: dict[int, tuple[int, int, int]]
 ) -> Iterator[Ring]:
     """Yield the ring with other shares, if there is room for them."""
-    found = list(ring.shares)
+    changed = list(ring.shares)
     for i, (gpu, beside, slots) in shares.items():
         share = fill(problem, i, ring.head, gpu, beside, slots)
         if share is None:
             return
-        found[i] = share
-    yield Ring(tuple(found), ring.rounds, ring.head)
+        changed[i] = share
+    yield Ring(tuple(changed), ring.rounds, ring.head)
 
 
 def _program(
@@ -199,7 +199,7 @@ def _program(
         columns.append((gpu, beside, slots))
     terms = [(total, 1.0), *((column, -seconds) for column, seconds in compute)]
     program.add_row(problem.head_s(head), math.inf, terms)
-    every = [(column, 1.0) for found in columns for column in found[:2]]
+    every = [(column, 1.0) for of_device in columns for column in of_device[:2]]
     program.add_row(layers, layers, every)
     return program, columns
 
@@ -220,7 +220,7 @@ def _hops_s(problem: RingProblem, *, cheapest: bool) -> list[float]:
 
 def _ring(
     problem: RingProblem,
-    found: Outcome,
+    outcome: Outcome,
     columns: list[tuple[int, int, int]],
     rounds: int,
     head: tuple[int, bool],
@@ -228,7 +228,7 @@ def _ring(
     """Return the ring that a program has found, as full as RAM can be; ``None`` where rounding leaves no room."""
     shares = []
     for i, held in enumerate(columns):
-        gpu, beside, slots = (round(found.values[column]) for column in held)
+        gpu, beside, slots = (round(outcome.values[column]) for column in held)
         share = fill(problem, i, head, gpu, beside, max(1, slots))
         if share is None:
             return None

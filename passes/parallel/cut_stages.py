@@ -121,8 +121,8 @@ def cut_stages(problem: CutProblem, num_batches: Sequence[int]) -> StageCut | No
         problem: what is divided.
         num_batches: numbers of micro-batches to choose from; of equal ones the first.
     """
-    found = [cut for count in num_batches if (cut := _cut(problem, count)) is not None]
-    return min(found, key=lambda cut: cut.time_s, default=None)
+    cuts = [cut for count in num_batches if (cut := _cut(problem, count)) is not None]
+    return min(cuts, key=lambda cut: cut.time_s, default=None)
 
 
 _Beginning = tuple[float, float, tuple[int, ...], tuple[float, ...]]

@@ -32,10 +32,10 @@ def halda(problem: RingProblem, head: int) -> Ring | None:
     """Return the ring that the rule chooses with device ``head`` as the first, or ``None`` where it finds none."""
     kept = list(range(len(problem.devices)))
     while kept:
-        found = _assign(problem, kept, head)
-        if found is None:
+        windows = _assign(problem, kept, head)
+        if windows is None:
             return None
-        rounds, layers, in_gpu = found
+        rounds, layers, in_gpu = windows
         strong = [m for m, w in zip(kept, layers, strict=True) if w > 1 or m == head]
         if len(strong) == len(kept):
             return _as_ring(problem, kept, head, (rounds, layers, in_gpu))
@@ -65,18 +65,18 @@ def _assign(problem: RingProblem, kept: Sequence[int], head: int) -> Windows | N
         if over == before:
             break
         before = over
-        found = _solve(problem, kept, rooms, over)
-        if found is None:
+        windows = _solve(problem, kept, rooms, over)
+        if windows is None:
             break
-        if (worst := _to_force(problem, kept, rooms, over, found)) is not None:
+        if (worst := _to_force(problem, kept, rooms, over, windows)) is not None:
             forced.add(worst)
             before = None
-            rounds, per_round, in_gpu = found
+            rounds, per_round, in_gpu = windows
             continue
-        if found == last:
+        if windows == last:
             break
-        last = found
-        rounds, per_round, in_gpu = found
+        last = windows
+        rounds, per_round, in_gpu = windows
     return last
 
 
@@ -85,10 +85,10 @@ def _to_force(
     kept: Sequence[int],
     rooms: Sequence[tuple[int, int]],
     over: Sequence[bool],
-    found: Windows,
+    windows: Windows,
 ) -> int | None:
     """Return which device may no longer overflow: layers do, while a GPU has room and none is weak."""
-    rounds, per_round, in_gpu = found
+    rounds, per_round, in_gpu = windows
     if any(w == 1 and not n for w, n in zip(per_round, in_gpu, strict=True)):
         return None
     free = any(room[0] > 0 and n < room[0] // rounds for room, n in zip(rooms, in_gpu, strict=True))
@@ -130,25 +130,25 @@ def _solve(
             windows.append(w)
             gpus.append(n)
         program.add_row(layers // rounds, layers // rounds, [(w, 1) for w in windows])
-        found = program.solve(time_limit_s=10.0, max_nodes=10_000)
-        if found.ending is Ending.INFEASIBLE or not found.values:
+        outcome = program.solve(time_limit_s=10.0, max_nodes=10_000)
+        if outcome.ending is Ending.INFEASIBLE or not outcome.values:
             continue
-        if best is None or found.objective < best[0] - 1e-12:
-            read = [[round(found.values[c]) for c in columns] for columns in (windows, gpus)]
-            best = found.objective, (rounds, read[0], read[1])
+        if best is None or outcome.objective < best[0] - 1e-12:
+            read = [[round(outcome.values[c]) for c in columns] for columns in (windows, gpus)]
+            best = outcome.objective, (rounds, read[0], read[1])
     return best[1] if best else None
 
 
-def _as_ring(problem: RingProblem, kept: Sequence[int], head: int, found: Windows) -> Ring | None:
+def _as_ring(problem: RingProblem, kept: Sequence[int], head: int, windows: Windows) -> Ring | None:
     """Return the rule's windows as shares, with the slots per device that the clock likes best."""
-    rounds, per_round, in_gpu = found
+    rounds, per_round, in_gpu = windows
     shares = [Share()] * len(problem.devices)
     at = (head, False)
     for m, w, n in zip(kept, per_round, in_gpu, strict=True):
         beside = (w - n) * rounds
         room = problem.parts_room(m, at, beside)
-        found_here = [fill(problem, m, at, n * rounds, beside, slots) for slots in _slots(room)]
-        options = [share for share in found_here if share is not None]
+        filled = [fill(problem, m, at, n * rounds, beside, slots) for slots in _slots(room)]
+        options = [share for share in filled if share is not None]
         if not options:
             return None
         seconds = [

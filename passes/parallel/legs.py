@@ -71,7 +71,7 @@ def staged(graph: fx.Graph, bound: Mapping[str, int], fixed: Collection[str]) ->
     """
     small = {n for n in fixed if bound[n] <= MOST_COPIED_BYTES}
     copied: set[fx.Node] = set()
-    found = []
+    staged_ops = []
     for node in graph.nodes:
         if node.op == "placeholder" and (node.name not in bound or node.name in small):
             copied.add(node)
@@ -81,8 +81,8 @@ def staged(graph: fx.Graph, bound: Mapping[str, int], fixed: Collection[str]) ->
         if sources <= copied and not draws(node.target):
             copied.add(node)
         elif not is_view(node):
-            found.append(node)
-    return found
+            staged_ops.append(node)
+    return staged_ops
 
 
 def is_view(node: fx.Node) -> bool:
@@ -151,12 +151,12 @@ def assign_legs(
         if node.target is operator.getitem:
             leg_of[node] = leg_of[node.all_input_nodes[0]]
     has_backward = len(ops) > len(stages)
-    found = Legs(num_stages=num_stages, has_backward=has_backward, leg_of=leg_of)
+    legs = Legs(num_stages=num_stages, has_backward=has_backward, leg_of=leg_of)
     return Legs(
         num_stages=num_stages,
         has_backward=has_backward,
         leg_of=leg_of,
-        messages=tuple(_messages(found)),
+        messages=tuple(_messages(legs)),
     )
 
 

@@ -104,12 +104,12 @@ def _loads(problem: RingProblem, ring: Ring) -> tuple[Load, ...]:
         compute_s += share.beside * device.ram_s if share.beside else 0.0
     drives = drives_s(problem, ring)
     busiest = drives.index(max(drives))
-    found = [Load(resource="compute of all ranks in turn", seconds=compute_s)]
-    found.append(Load(resource="hops", seconds=_hops_s(problem, ring)))
+    loads = [Load(resource="compute of all ranks in turn", seconds=compute_s)]
+    loads.append(Load(resource="hops", seconds=_hops_s(problem, ring)))
     if drives[busiest]:
         name = f"drive of {problem.devices[busiest].rank}"
-        found.append(Load(resource=name, seconds=drives[busiest]))
-    return tuple(found)
+        loads.append(Load(resource=name, seconds=drives[busiest]))
+    return tuple(loads)
 
 
 def _hops_s(problem: RingProblem, ring: Ring) -> float:

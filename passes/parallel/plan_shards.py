@@ -126,15 +126,15 @@ def _planned(
         if not problem.layers:
             raise UnsupportedOpError("so many ranks have no such way to treat a layer")
     program, columns = _program(problem, phases=True)
-    found = program.solve(time_limit_s=120.0, gap=_GAP, max_nodes=_MAX_NODES)
-    if found.ending is Ending.INFEASIBLE:
+    outcome = program.solve(time_limit_s=120.0, gap=_GAP, max_nodes=_MAX_NODES)
+    if outcome.ending is Ending.INFEASIBLE:
         raise _too_small(problem)
-    if not found.values:
+    if not outcome.values:
         raise SolverError(
             f"the search for shards of '{workload.name}' ended after {_MAX_NODES} nodes without a plan: give the GPU "
             f"or RAM more, or fewer rows per rank"
         )
-    counted, head = _read(problem, columns, found)
+    counted, head = _read(problem, columns, outcome)
     seconds = step_seconds(interleaved(counted), head)
     relaxed = _program(problem, phases=False)[0].solve(time_limit_s=120.0, relaxed=True)
     bound_s = min(relaxed.bound, seconds)
@@ -144,15 +144,15 @@ def _planned(
 def _problem(
     workload: Workload, hosts: Hosts, training: Training, homes: tuple[str, ...]
 ) -> _Problem:
-    found, world = chain(workload), world_of(hosts)
-    layer = found.layer
+    layers_of, world = chain(workload), world_of(hosts)
+    layer = layers_of.layer
     early = AHEAD * layer.weight_bytes
     return _Problem(
-        chain=found,
+        chain=layers_of,
         world=world,
         training=training,
         layers=layer_options(layer, world, training, homes),
-        ends=layer_options(found.ends, world, training, homes),
+        ends=layer_options(layers_of.ends, world, training, homes),
         buffer_bytes=early + max(layer.saved_bytes, layer.out_bytes) + layer.workspace_bytes,
     )
 
@@ -204,11 +204,11 @@ def _rooms(problem: _Problem, *, buffers: bool) -> dict[str, int]:
 
 
 def _read(
-    problem: _Problem, columns: tuple[list[int], list[int]], found: Outcome
+    problem: _Problem, columns: tuple[list[int], list[int]], outcome: Outcome
 ) -> tuple[list[tuple[Option, int]], Option]:
-    counts = [round(found.values[column]) for column in columns[0]]
+    counts = [round(outcome.values[column]) for column in columns[0]]
     counted = [(o, n) for o, n in zip(problem.layers, counts, strict=True) if n]
-    chosen = max(range(len(columns[1])), key=lambda i: found.values[columns[1][i]])
+    chosen = max(range(len(columns[1])), key=lambda i: outcome.values[columns[1][i]])
     return counted, problem.ends[chosen]
 
 

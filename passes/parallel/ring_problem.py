@@ -74,12 +74,12 @@ class RingProblem:
             device: its number.
             head: which device has the head, and whether in its GPU.
         """
-        found = self.devices[device]
-        gpu, ram = found.gpu_bytes, found.ram_bytes
+        held_by = self.devices[device]
+        gpu, ram = held_by.gpu_bytes, held_by.ram_bytes
         if head[0] == device:
             size = self.chain.head_bytes
             # Rows of a table are read from the drive as they are needed; without one, the table lies in memory.
-            size += self.chain.table_bytes if math.isinf(found.load_s) else 0
+            size += self.chain.table_bytes if math.isinf(held_by.load_s) else 0
             gpu -= size if head[1] else 0
             ram -= 0 if head[1] else size
         return gpu, ram

@@ -132,19 +132,19 @@ def row_axes(
         given: what is known of other nodes.
         is_believed: asked of each axis that is found, with what is known so far; by default all are.
     """
-    found: dict[fx.Node, States] = {}
+    states: dict[fx.Node, States] = {}
     for node in graph.nodes:
         if node in given:
-            found[node] = given[node]
+            states[node] = given[node]
         elif node.op == "placeholder":
-            found[node] = Axis(0) if node in batch else SAME
+            states[node] = Axis(0) if node in batch else SAME
         elif node.op == "call_function":
-            state = _Rules(node, found, rows).state()
+            state = _Rules(node, states, rows).state()
             axis = next(iter(state), None) if isinstance(state, list) else state
-            if is_believed and isinstance(axis, Axis) and not is_believed(node, found, axis):
+            if is_believed and isinstance(axis, Axis) and not is_believed(node, states, axis):
                 state = [UNKNOWN] * len(state) if isinstance(state, list) else UNKNOWN
-            found[node] = state
-    return found
+            states[node] = state
+    return states
 
 
 class _Rules:
@@ -166,17 +166,17 @@ class _Rules:
         if isinstance(node.target, torch._ops.OpOverload) and (
             node.target.namespace == "gascompile_ranks"
         ):
-            found: State = SAME  # sums over all ranks
+            known: State = SAME  # sums over all ranks
         elif self._name.startswith("new_"):
-            found = FREE
+            known = FREE
         elif any(isinstance(state, Axis) for state in flat):
-            found = self._of_rows()
+            known = self._of_rows()
         elif UNKNOWN in flat:
-            found = UNKNOWN
+            known = UNKNOWN
         else:
             is_same = flat and FREE not in flat and self._name not in _MAY_GROW
-            found = SAME if is_same and self._is_no_larger() else FREE
-        return [found] * count if count else found
+            known = SAME if is_same and self._is_no_larger() else FREE
+        return [known] * count if count else known
 
     def _is_no_larger(self) -> bool:
         """Return whether a view has no more elements than what it is of, as one with strides of 0 has."""
@@ -213,12 +213,12 @@ class _Rules:
         return [dim % rank for dim in ([given] if isinstance(given, int) else given)]
 
     def _broadcast(self, operands: Sequence[fx.Node]) -> State:
-        found = set()
+        axes = set()
         for operand in operands:
             state = self._known[operand]
             if isinstance(state, Axis):
-                found.add(state.at(state.dim + len(self._shape) - len(shape_of(operand))))
-        return found.pop() if len(found) == 1 else UNKNOWN
+                axes.add(state.at(state.dim + len(self._shape) - len(shape_of(operand))))
+        return axes.pop() if len(axes) == 1 else UNKNOWN
 
     def _like(self) -> State:
         return self._axis() or UNKNOWN
@@ -292,10 +292,10 @@ class _Rules:
         operands = cast(list[fx.Node], self._node.args[0])
         dim = cast(int, self._argument("dim") or 0) % len(self._shape)
         states = [self._known[operand] for operand in operands]
-        found = {state for state in states if isinstance(state, Axis)}
-        if len(found) != 1:
+        axes = {state for state in states if isinstance(state, Axis)}
+        if len(axes) != 1:
             return UNKNOWN
-        axis = found.pop()
+        axis = axes.pop()
         if self._name == "stack":
             return axis.at(axis.dim + (dim <= axis.dim))
         if dim != axis.dim:

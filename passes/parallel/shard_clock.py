@@ -36,46 +36,46 @@ def interleaved(counted: Sequence[tuple[Option, int]]) -> list[Option]:
     """Return every layer's option, as evenly mixed as their counts allow, so that no lane waits for another's turn."""
     total = sum(count for _, count in counted)
     done = [0] * len(counted)
-    found = []
+    layers = []
     for at in range(1, total + 1):
         lags = [count * at / total - done[i] for i, (_, count) in enumerate(counted)]
         chosen = lags.index(max(lags))
         done[chosen] += 1
-        found.append(counted[chosen][0])
-    return found
+        layers.append(counted[chosen][0])
+    return layers
 
 
 def step_seconds(layers: Sequence[Option], head: Option) -> float:
     """Return the seconds of a step whose layers are treated as ``layers`` says, in order, and the rest as ``head``."""
     program = _Program()
-    visits = [[(option, FORWARD) for option in (head, *layers)]]
-    visits.append([(option, BACKWARD) for option in (*reversed(layers), head)])
-    every = [copies for phase in visits for copies in program.visit(phase)]
+    phases = [[(option, FORWARD) for option in (head, *layers)]]
+    phases.append([(option, BACKWARD) for option in (*reversed(layers), head)])
+    every = [copies for phase in phases for copies in program.run_phase(phase)]
     for late in every:
         program.wait(late)
     return program.seconds()
 
 
 class _Program:
-    """Events over copies, one per lane and visit."""
+    """Events over copies, one per lane and pass of a layer."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.link_of: list[int] = []
         self._seconds: list[float] = []
 
-    def visit(self, visits: Sequence[tuple[Option, int]]) -> list[list[int]]:
+    def run_phase(self, layers: Sequence[tuple[Option, int]]) -> list[list[int]]:
         """Go through the layers of one phase; return what each leaves. What it reads, the phase before has written."""
-        needs = [self.copies(option, phase, NEEDED) for option, phase in visits]
-        leaves = [self.copies(option, phase, LEFT) for option, phase in visits]
+        needs = [self.copies(option, phase, NEEDED) for option, phase in layers]
+        leaves = [self.copies(option, phase, LEFT) for option, phase in layers]
         reads = [copy for copies in needs for copy in copies if self.is_drive(copy)]
         written: list[int] = []
         for early in needs[:AHEAD]:
             self.issue([copy for copy in early if not self.is_drive(copy)])
         self.issue(reads[:AHEAD])
         asked = AHEAD
-        for i, (option, phase) in enumerate(visits):
-            if i + AHEAD < len(visits):
+        for i, (option, phase) in enumerate(layers):
+            if i + AHEAD < len(layers):
                 self.issue([copy for copy in needs[i + AHEAD] if not self.is_drive(copy)])
             self.wait(needs[i])
             self.events.append((COMPUTE, 0, option.compute_s[phase]))
@@ -90,15 +90,15 @@ class _Program:
         return leaves
 
     def copies(self, option: Option, phase: int, side: int) -> list[int]:
-        """Return the numbers of the copies that a visit needs, or that it leaves."""
-        found = []
+        """Return the numbers of the copies that a pass of a layer needs, or that it leaves."""
+        numbers = []
         for lane, loads in option.loads_s.items():
             seconds = loads[2 * phase + side]
             if seconds > 0:
-                found.append(len(self.link_of))
+                numbers.append(len(self.link_of))
                 self.link_of.append(LANES.index(lane))
                 self._seconds.append(seconds)
-        return found
+        return numbers
 
     def is_drive(self, copy: int) -> bool:
         """Return whether a copy has its buffer in RAM, so that layers of the GPU need not wait for it."""

@@ -185,7 +185,7 @@ def layer_options(
     """
     homes = [home for home in ("gpu", "cpu", "nvme") if world.sizes.get(home)]
     shards = sorted({1, world.ranks, world.total})
-    found = []
+    options = []
     for params_over, home, states_over, states_home, direct, keeps in itertools.product(
         shards, homes, shards, homes, (False, True), (False, True)
     ):
@@ -212,8 +212,8 @@ def layer_options(
         for activations in _activations(homes):
             option = replace(base, activations=activations)
             if (costed := _costed(option, block, world, training)) is not None:
-                found.append(costed)
-    return _undominated(found)
+                options.append(costed)
+    return _undominated(options)
 
 
 def _activations(homes: list[str]) -> Iterator[str]:

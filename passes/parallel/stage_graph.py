@@ -90,8 +90,8 @@ class StageGraph:
 
     def _receive_message(self, message: Message, number: int, batch: int) -> None:
         peer = self.cut.legs.rank_of(message.source)
-        found = self.receive(message.value, peer, self._tag(number, batch))
-        self.made[message.value, batch] = found
+        value = self.receive(message.value, peer, self._tag(number, batch))
+        self.made[message.value, batch] = value
 
     def send(self, value: fx.Node, peer: int, tag: int) -> fx.Node:
         """Add an op that sends a value."""
@@ -115,10 +115,10 @@ class StageGraph:
             UnsupportedOpError: there is none.
         """
         given = (n for n in self.whole.values() if isinstance(n.meta.get("val"), torch.Tensor))
-        found = next(given, None)
-        if found is None:
+        tensor = next(given, None)
+        if tensor is None:
             raise UnsupportedOpError("a stage of a pipeline takes no tensor; pass one to the model")
-        return found
+        return tensor
 
     def value(self, node: fx.Node, batch: int) -> fx.Node:
         """Return a value of a micro-batch, which is made here if it was neither run nor received."""
@@ -130,9 +130,9 @@ class StageGraph:
 
     def _copy(self, node: fx.Node, batch: int) -> None:
         sources = {source: self.value(source, batch) for source in node.all_input_nodes}
-        found = self.graph.node_copy(node, sources.__getitem__)
-        found.meta = {key: node.meta[key] for key in ("val",) if key in node.meta}
-        self.made[node, batch] = found
+        copy = self.graph.node_copy(node, sources.__getitem__)
+        copy.meta = {key: node.meta[key] for key in ("val",) if key in node.meta}
+        self.made[node, batch] = copy
 
     def _rows(self, node: fx.Node, batch: int) -> fx.Node:
         """Return what a micro-batch has of a placeholder."""
@@ -142,19 +142,19 @@ class StageGraph:
         if (node, batch) not in self.made:
             count = self.cut.rows[node.name]
             args = (own, 0, count * batch, count * (batch + 1))
-            found = self.graph.call_function(torch.ops.aten.slice.Tensor, args)
-            found.meta["val"] = torch.narrow(own.meta["val"], 0, count * batch, count)
-            self.made[node, batch] = found
+            part = self.graph.call_function(torch.ops.aten.slice.Tensor, args)
+            part.meta["val"] = torch.narrow(own.meta["val"], 0, count * batch, count)
+            self.made[node, batch] = part
         return self.made[node, batch]
 
     def total(self, terms: Sequence[fx.Node]) -> fx.Node:
         """Add the sum of values of one layout."""
-        found, *rest = terms
+        total, *rest = terms
         for term in rest:
-            value = found.meta["val"]
-            found = self.graph.call_function(torch.ops.aten.add.Tensor, (found, term))
-            found.meta["val"] = torch.empty_like(value)
-        return found
+            value = total.meta["val"]
+            total = self.graph.call_function(torch.ops.aten.add.Tensor, (total, term))
+            total.meta["val"] = torch.empty_like(value)
+        return total
 
 
 def terms_of(node: fx.Node) -> list[fx.Node]:

@@ -32,94 +32,94 @@ class Draft:
 
 
 def draft_schedule(
-    task: Problem, found: Schedule, pinned: Mapping[str, TensorPlan] | None = None
+    task: Problem, schedule: Schedule, residents: Mapping[str, TensorPlan] | None = None
 ) -> Draft:
     """Return the draft of a schedule of weights.
 
     Args:
         task: the problem that was scheduled.
-        found: its schedule.
-        pinned: residents with the addresses that they must keep; by default they are packed from 0 on.
+        schedule: its schedule.
+        residents: weights with the addresses that they must keep; by default they are packed from 0 on.
     """
     return Draft(
         workload=task.workload,
-        strategy=found.placement.strategy,
-        arena_bytes=found.arena_bytes,
-        tensors=_tensors(task, found, pinned),
+        strategy=schedule.placement.strategy,
+        arena_bytes=schedule.arena_bytes,
+        tensors=_tensors(task, schedule, residents),
         op_sites=(task.machine.compute_tier,) * len(task.workload.ops),
-        steps=emit(task, found),
-        seconds=found.seconds,
+        steps=emit(task, schedule),
+        seconds=schedule.seconds,
     )
 
 
 def draft_moved(
-    task: Problem, found: Schedule, moves: Mapping[int, Sequence[Step]], *, buffer_bytes: int
+    task: Problem, schedule: Schedule, moves: Mapping[int, Sequence[Step]], *, buffer_bytes: int
 ) -> Draft:
     """Return the draft of a schedule of weights with moves of activations.
 
     Args:
         task: the problem that was scheduled.
-        found: its schedule.
+        schedule: its schedule.
         moves: per op the steps on the heap before it.
         buffer_bytes: what the moves take at the end of the arena.
     """
-    draft = draft_schedule(task, found)
+    draft = draft_schedule(task, schedule)
     steps = merge_steps(draft.steps, moves, len(draft.op_sites))
     seconds = replay(
         steps, task.workload.ops, task.op_times_s, task.machine, repeats=task.repeats
     ).seconds
-    arena_bytes = found.arena_bytes + buffer_bytes
+    arena_bytes = schedule.arena_bytes + buffer_bytes
     return replace(draft, steps=steps, seconds=seconds, arena_bytes=arena_bytes)
 
 
-def draft_sites(found: SitedSchedule) -> Draft:
+def draft_sites(sited: SitedSchedule) -> Draft:
     """Return the draft of a schedule in which some ops run elsewhere."""
     return Draft(
-        workload=found.task.workload,
-        strategy=found.schedule.placement.strategy,
-        arena_bytes=found.schedule.arena_bytes,
-        tensors=_tensors(found.task, found.schedule, None),
-        op_sites=found.op_sites,
-        steps=found.steps,
-        seconds=found.seconds,
+        workload=sited.task.workload,
+        strategy=sited.schedule.placement.strategy,
+        arena_bytes=sited.schedule.arena_bytes,
+        tensors=_tensors(sited.task, sited.schedule, None),
+        op_sites=sited.op_sites,
+        steps=sited.steps,
+        seconds=sited.seconds,
     )
 
 
-def draft_intervals(workload: Workload, found: IntervalPlan) -> Draft:
+def draft_intervals(workload: Workload, interval_plan: IntervalPlan) -> Draft:
     """Return the draft of a plan that keeps everything on the heap."""
     return Draft(
         workload=workload,
-        strategy=found.strategy,
+        strategy=interval_plan.strategy,
         arena_bytes=0,
         tensors={
             tensor.name: TensorPlan(
-                home=found.homes[tensor.name],
+                home=interval_plan.homes[tensor.name],
                 kind=tensor.kind,
                 size_bytes=tensor.size_bytes,
                 forms=tensor.forms,
             )
             for tensor in workload.tensors
         },
-        op_sites=found.sites,
-        steps=found.steps,
-        seconds=found.seconds,
+        op_sites=interval_plan.sites,
+        steps=interval_plan.steps,
+        seconds=interval_plan.seconds,
     )
 
 
 def _tensors(
-    task: Problem, found: Schedule, pinned: Mapping[str, TensorPlan] | None
+    task: Problem, schedule: Schedule, residents: Mapping[str, TensorPlan] | None
 ) -> dict[str, TensorPlan]:
     site = task.machine.compute_tier
-    homes = dict(task.idle_homes)
+    homes = dict(task.unread_homes)
     addresses: dict[str, int] = {}
     free = 0
-    for weight, link in zip(task.weights, found.placement.link_of, strict=True):
+    for weight, link in zip(task.weights, schedule.placement.link_of, strict=True):
         if link is not None:
             homes[weight.name] = task.links[link].source_tier
-        elif pinned is None:
+        elif residents is None:
             addresses[weight.name] = free
             free += weight.reserved_bytes
-    for name, tensor in (pinned or {}).items():
+    for name, tensor in (residents or {}).items():
         if tensor.address is not None:
             homes[name] = site
             addresses[name] = tensor.address
@@ -133,6 +133,6 @@ def _tensors(
         )
         for tensor in task.workload.tensors
     }
-    for name, tensor in (pinned or {}).items():
+    for name, tensor in (residents or {}).items():
         planned.setdefault(name, tensor)
     return planned

@@ -10,13 +10,13 @@ from gascompile.passes.search.schedule import Schedule, program_points
 def emit(problem: Problem, schedule: Schedule) -> tuple[Step, ...]:
     """Return the steps of one iteration: before each op what it frees, what may start, what it needs."""
     num_ops = len(problem.op_times_s)
-    visits = schedule.visits
-    names = [problem.weights[visit.weight].name for visit in visits]
+    copies = schedule.copies
+    names = [problem.weights[copy.weight].name for copy in copies]
     address = [schedule.resident_bytes + offset for offset in schedule.offsets]
     releases: dict[int, list[int]] = {}
-    for i, visit in enumerate(visits):
-        releases.setdefault(visit.end + 1, []).append(i)
-    moves = program_points(visits, schedule.points, num_ops)
+    for i, copy in enumerate(copies):
+        releases.setdefault(copy.end + 1, []).append(i)
+    moves = program_points(copies, schedule.points, num_ops)
     steps: list[Step] = []
     for op in range(num_ops + 1):
         prefetches, waits = moves.get(op, ([], []))
@@ -24,7 +24,7 @@ def emit(problem: Problem, schedule: Schedule) -> tuple[Step, ...]:
             Release(op=op, tensor=names[i], address=address[i]) for i in releases.get(op, ())
         )
         for i in prefetches:
-            weight, link = problem.weights[visits[i].weight], problem.links[visits[i].link]
+            weight, link = problem.weights[copies[i].weight], problem.links[copies[i].link]
             steps.append(
                 Prefetch(
                     op=op,

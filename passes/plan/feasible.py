@@ -8,7 +8,7 @@ from gascompile.core.errors import InfeasiblePlanError
 from gascompile.passes.model.demands import demands
 from gascompile.passes.model.problem import Problem
 from gascompile.passes.search.search import least_arena_bytes
-from gascompile.passes.search.strategies import homes, strategies
+from gascompile.passes.search.strategies import placements_of, strategies
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +46,12 @@ def least_need(problem: Problem) -> Need:
     Where they can hold everything, streaming everything needs least: what stays of an op's own
     weights takes the same room, and what stays of others takes more.
     """
-    streamed = homes(problem, frozenset(), "all_streamed")
+    streamed = placements_of(problem, frozenset(), "all_streamed")
     candidates = streamed[:1] or [
         placement
         for family in strategies(problem)
         for candidate in family.members()
-        for placement in homes(problem, candidate.residents, candidate.strategy)[:1]
+        for placement in placements_of(problem, candidate.residents, candidate.strategy)[:1]
     ]
     arena_bytes, op = min(least_arena_bytes(problem, placement) for placement in candidates)
     if problem.live.peak_bytes > arena_bytes:

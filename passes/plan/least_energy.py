@@ -36,7 +36,7 @@ def least_energy(make: Make, workload: Workload, machine: Machine, *, is_free: b
         InfeasiblePlanError: not even the first one is there.
         ValueError: the machine lacks a constant that joules need.
     """
-    found = [make(workload, None)]
+    plans = [make(workload, None)]
     asked: list[tuple[Workload, str | None]] = []
     if is_free and not writes_weights(workload):
         asked += [(workload, name) for name in NAMES]
@@ -44,12 +44,12 @@ def least_energy(make: Make, workload: Workload, machine: Machine, *, is_free: b
         asked.insert(0, (_at_one_site(workload, machine.compute_tier), None))
     for of, strategy in asked:
         try:
-            found.append(make(of, strategy))
+            plans.append(make(of, strategy))
         except InfeasiblePlanError:
             continue
-    if any(plan.energy is None for plan in found):
+    if any(plan.energy is None for plan in plans):
         raise ValueError(no_model(machine))
-    return min(found, key=lambda plan: (_joules(plan), plan.certificate.predicted_s))
+    return min(plans, key=lambda plan: (_joules(plan), plan.certificate.predicted_s))
 
 
 def no_model(machine: Machine) -> str:

@@ -25,7 +25,7 @@ from gascompile.passes.model.intervals import IntervalPlan
 from gascompile.passes.plan.assemble import assemble, keeps_budget
 from gascompile.passes.plan.draft import Draft, draft_intervals
 from gascompile.passes.plan.least_energy import writes_weights
-from gascompile.passes.plan.move_anything import OnHeap, felt_s, move_anything
+from gascompile.passes.plan.move_anything import OnHeap, contended_s, move_anything
 from gascompile.passes.search.strategies import NAMES
 from gascompile.passes.search.stream import stream
 from gascompile.passes.verify.walk import verify
@@ -49,7 +49,7 @@ def make_plan(
     strategy: str | None = None,
     warnings: tuple[str, ...] = (),
     reserved_bytes: int = 0,
-    pinned: Plan | None = None,
+    arena_of: Plan | None = None,
     move_all: bool = False,
     has_arena: bool = True,
     on_heap: OnHeap | None = None,
@@ -66,7 +66,7 @@ def make_plan(
         strategy: plan with this one alone, for comparison: ``ilp`` or one of ``strategies.NAMES``.
         warnings: written into the plan.
         reserved_bytes: bytes of the compute tier that must stay free beside the plan's own.
-        pinned: share this plan's arena: its residents stay where they are, the rest is streamed.
+        arena_of: share this plan's arena: its residents stay where they are, the rest is streamed.
         move_all: activations, gradients and states may move too, and activations be recomputed. Without
             it only weights move, and the bound holds for such plans.
         has_arena: weights may be prefetched into an arena. Plans of ``move_all`` do without one where what runs
@@ -83,8 +83,8 @@ def make_plan(
     effort = Effort(time_limit_s=time_limit_s, mip_gap=mip_gap)
     reserved_bytes += machine.library_bytes(machine.compute_tier)
     require_known(strategy)
-    # Planned in the time of links, in which ops do not slow them down.
-    quick, calm = _as_undisturbed(workload, machine)
+    # Planned in contention-free time, in which ops do not slow links down.
+    quick, calm = _contention_free(workload, machine)
     solver = solver_name()
     notes = [*warnings, *([_NO_HIGHS[solver]] if solver in _NO_HIGHS else [])]
 
@@ -97,7 +97,7 @@ def make_plan(
             notes=notes,
             strategy=strategy,
             reserved_bytes=reserved_bytes,
-            pinned=pinned,
+            arena_of=arena_of,
         )
 
     limits_bytes = budget.limits_bytes(machine)
@@ -105,15 +105,15 @@ def make_plan(
         streams = stream_weights if has_arena else None
         more = (effort, reserved_bytes, machine)
         draft, proof = _best_of_all(quick, calm, limits_bytes, streams, *more)
-    elif on_heap is None or strategy is not None or pinned is not None:
+    elif on_heap is None or strategy is not None or arena_of is not None:
         draft, proof = stream_weights()
     else:
         per_byte_s = machine.interference.op_s_per_byte
         draft, proof, reserved_bytes = move_anything(
             quick, calm, budget, stream_weights, on_heap, effort, reserved_bytes, per_byte_s
         )
-    draft, proof = _as_disturbed(draft, proof, workload, machine, limits_bytes)
-    proof = _undisputed(proof, draft.seconds, notes)
+    draft, proof = _contended(draft, proof, workload, machine, limits_bytes)
+    proof = _without_disproved(proof, draft.seconds, notes)
     took_s = time_limit_s - effort.left_s()
     certificate = certify(draft.seconds, proof, solve_s=took_s, mip_gap=mip_gap, solver=solver)
     plan = assemble(
@@ -136,8 +136,8 @@ def require_known(strategy: str | None) -> None:
         raise ValueError(f"unknown strategy {strategy!r}: choose one of {names}")
 
 
-def _undisputed(proof: Proof, seconds: float, notes: list[str]) -> Proof:
-    """Return what the plan at hand does not disprove; notes what it does."""
+def _without_disproved(proof: Proof, seconds: float, notes: list[str]) -> Proof:
+    """Return the proof without bounds that the plan at hand beats, which it takes note of."""
     kept = proof.without_what_fails(seconds)
     if kept != proof:
         bounds = f"{proof.limit_s}, {proof.bound_s} or {proof.all_s} s"
@@ -145,14 +145,14 @@ def _undisputed(proof: Proof, seconds: float, notes: list[str]) -> Proof:
     return kept
 
 
-def _as_undisturbed(workload: Workload, machine: Machine) -> tuple[Workload, Machine]:
-    if not _is_disturbed(machine):
+def _contention_free(workload: Workload, machine: Machine) -> tuple[Workload, Machine]:
+    if not _has_interference(machine):
         return workload, machine
     quick = _scaled(workload, lambda op: 1 - lost_share(op, machine))
     return quick, replace(machine, interference=Interference())
 
 
-def _as_disturbed(
+def _contended(
     draft: Draft,
     proof: Proof,
     workload: Workload,
@@ -160,7 +160,7 @@ def _as_disturbed(
     limits_bytes: Mapping[str, int],
 ) -> tuple[Draft, Proof]:
     """Return both in the machine's own time."""
-    if not _is_disturbed(machine):
+    if not _has_interference(machine):
         return draft, proof
     slowed = _scaled(draft.workload, lambda op: 1 / (1 - lost_share(op, machine)))
     times_s = [op.time_s[site] for op, site in zip(slowed.ops, draft.op_sites, strict=True)]
@@ -222,7 +222,7 @@ def _least_moved_bytes(
     return sum(max(0, size_bytes - limit_bytes) for size_bytes in sums)
 
 
-def _is_disturbed(machine: Machine) -> bool:
+def _has_interference(machine: Machine) -> bool:
     return bool(machine.interference.points or machine.interference.op_s_per_byte)
 
 
@@ -241,10 +241,10 @@ def _best_of_all(
     stream_weights: Callable[[], tuple[Draft, Proof]] | None,
     effort: Effort,
     reserved_bytes: int,
-    disturbed: Machine,
+    contended: Machine,
 ) -> tuple[Draft, Proof]:
     """Return the faster of a plan that moves weights and one that moves everything, and its proof."""
-    op_s_per_byte = disturbed.interference.op_s_per_byte
+    op_s_per_byte = contended.interference.op_s_per_byte
     best: Draft | None = None
     all_s = 0.0
     refusals: list[InfeasiblePlanError] = []
@@ -261,7 +261,7 @@ def _best_of_all(
     if best is not None and effort.left_s() <= 0:
         return best, replace(proof, timed_out=True)
     try:
-        found: IntervalPlan | None = plan_intervals(
+        interval_plan: IntervalPlan | None = plan_intervals(
             workload,
             machine,
             limits_bytes,
@@ -271,34 +271,38 @@ def _best_of_all(
             bound_s=all_s,
         )
     except InfeasiblePlanError as error:
-        found = None
+        interval_plan = None
         refusals.append(error)
     if has_sites(workload.ops, machine):
-        found = _with_updates(workload, machine, limits_bytes, found, reserved_bytes, effort)
-    if found is None:
+        interval_plan = _with_updates(
+            workload, machine, limits_bytes, interval_plan, reserved_bytes, effort
+        )
+    if interval_plan is None:
         if best is None:
             raise min(refusals, key=lambda refusal: refusal.required_bytes) from None
         return best, proof
-    moved = draft_intervals(workload, found)
-    if best is None or felt_s(moved, machine, op_s_per_byte) < felt_s(best, machine, op_s_per_byte):
+    moved = draft_intervals(workload, interval_plan)
+    if best is None or contended_s(moved, machine, op_s_per_byte) < contended_s(
+        best, machine, op_s_per_byte
+    ):
         best = moved
     # Forms and sites are outside what bounds the intervals.
     if not any(op.splits or op.gathers for op in workload.ops) and not has_sites(
         workload.ops, machine
     ):
-        proof = replace(proof, all_s=max(all_s, found.bound_s))
-    return best, replace(proof, timed_out=found.timed_out)
+        proof = replace(proof, all_s=max(all_s, interval_plan.bound_s))
+    return best, replace(proof, timed_out=interval_plan.timed_out)
 
 
 def _with_updates(
     workload: Workload,
     machine: Machine,
     limits_bytes: Mapping[str, int],
-    found: IntervalPlan | None,
+    interval_plan: IntervalPlan | None,
     reserved_bytes: int,
     effort: Effort,
 ) -> IntervalPlan | None:
-    """Return ``found``, or a faster plan with updates where their moments rest, which may fit where no other does."""
+    """Return the given plan, or a faster one with updates where moments rest, which may fit where no other does."""
 
     def planned(
         rest: Workload, left_bytes: Mapping[str, int], staying: Sequence[str]
@@ -320,4 +324,6 @@ def _with_updates(
             _log.debug("updates elsewhere break a rule: %s", error)
             return False
 
-    return update_sites(workload, machine, limits_bytes, found, planned, fits) or found
+    return (
+        update_sites(workload, machine, limits_bytes, interval_plan, planned, fits) or interval_plan
+    )

@@ -96,7 +96,9 @@ def move_anything(
         raise min((refusal, error), key=lambda each: each.required_bytes) from None
     if best is not None:
         draft, _ = best
-        gained_s = felt_s(draft, machine, op_s_per_byte) - felt_s(moved, machine, op_s_per_byte)
+        gained_s = contended_s(draft, machine, op_s_per_byte) - contended_s(
+            moved, machine, op_s_per_byte
+        )
         if gained_s <= _WORTH * draft.seconds:
             return *best, reserved_bytes
     tasks = [
@@ -143,7 +145,7 @@ def _moved(
     whole = forms(workload, machine)[0] if on_heap.gathers else workload
     if any(size > limits_bytes.get(tier, 0) for tier, size in gather_room(whole).items()):
         whole = workload
-    found = plan_intervals(
+    interval_plan = plan_intervals(
         whole,
         machine,
         limits_bytes,
@@ -157,7 +159,7 @@ def _moved(
         op_s_per_byte=op_s_per_byte,
         staying=on_heap.staying,
     )
-    return draft_intervals(whole, found), found.timed_out
+    return draft_intervals(whole, interval_plan), interval_plan.timed_out
 
 
 def _most_gained_s(workload: Workload, machine: Machine) -> float:
@@ -170,7 +172,7 @@ def _most_gained_s(workload: Workload, machine: Machine) -> float:
     return (live.state_bytes + live.peak_bytes) / min(rates) if rates else 0.0
 
 
-def felt_s(draft: Draft, machine: Machine, op_s_per_byte: float) -> float:
+def contended_s(draft: Draft, machine: Machine, op_s_per_byte: float) -> float:
     """Return the seconds of a draft in which the processors also have to move its bytes."""
     ops = draft.workload.ops
     own = machine.compute_tier

@@ -30,21 +30,21 @@ def recost(plan: Plan, machine: Machine, *, warning: str) -> Plan:
         if now is None or now.transfer_time_s(1 << 20) < link.transfer_time_s(1 << 20):
             raise ValueError(f"the link {link.name} is not there or faster than it was: plan again")
     limit_s, binding = least_time(plan.workload, machine, plan.budget_bytes)
-    found = plan.certificate
+    before = plan.certificate
     proof = Proof(
         limit_s=limit_s,
         binding=binding,
-        bound_s=found.lower_bound_s,
-        all_s=found.lower_bound_all_s,
+        bound_s=before.lower_bound_s,
+        all_s=before.lower_bound_all_s,
         timed_out=False,
     )
     certificate = certify(
         replay_plan(plan, machine).seconds,
         proof,
-        solve_s=found.solve_s,
+        solve_s=before.solve_s,
         # What was the best order of moves for other links need not be it for these.
         mip_gap=0.0,
-        solver=found.solver,
+        solver=before.solver,
     )
     again = replace(
         plan, machine=machine, certificate=certificate, warnings=(*plan.warnings, warning)

@@ -95,7 +95,7 @@ def _kinds(task: Problem, tier: str) -> list[_Kind]:
     lasting = {t.name for t in task.workload.tensors if t.kind == TensorKind.WEIGHT}
     out, back = machine.link(f"{own}->{tier}"), machine.link(f"{tier}->{own}")
     rates = {rate.device: rate.bandwidth_bytes_per_s for rate in machine.memory}
-    found: dict[tuple[float, ...], list[OpSpec]] = {}
+    ops_of: dict[tuple[float, ...], list[OpSpec]] = {}
     for op in task.workload.ops:
         if not op.cuts or not {own, tier} <= op.time_s.keys() or own not in rates:
             continue
@@ -104,7 +104,7 @@ def _kinds(task: Problem, tier: str) -> list[_Kind]:
         weight, rows = next(iter(op.cuts.items()))
         if _is_cut(rows, _STEPS // 2):
             key = (rows, sizes[weight], op.time_s[own], op.time_s[tier], given, made)
-            found.setdefault(key, []).append(op)
+            ops_of.setdefault(key, []).append(op)
     return [
         _Kind(
             ops=tuple(ops),
@@ -116,7 +116,7 @@ def _kinds(task: Problem, tier: str) -> list[_Kind]:
             back=(back.latency_s, made / back.bandwidth_bytes_per_s),
             join_s=2 * made / rates[own],
         )
-        for (rows, size, own_s, other_s, given, made), ops in found.items()
+        for (rows, size, own_s, other_s, given, made), ops in ops_of.items()
     ]
 
 
@@ -168,8 +168,8 @@ class _Trials:
         chosen: Shares | None = None
         limit_s = best_s
         for shares in sorted(known, key=lambda shares: (known[shares], shares)):
-            if (found_s := self._seconds(shares, limit_s)) < limit_s:
-                chosen, limit_s = shares, found_s
+            if (tried_s := self._seconds(shares, limit_s)) < limit_s:
+                chosen, limit_s = shares, tried_s
         if chosen is not None:
             chosen = self._improved(chosen, limit_s)
         best = self._made[chosen] if chosen is not None else None
@@ -194,10 +194,10 @@ class _Trials:
             self._ops_left -= len(divided.workload.ops)
             choice = (divided, self._tier, sent, best_s, self._fits)
             is_small = len(divided.weights) < MANY_WEIGHTS
-            found = searched(*choice) if is_small else best_with(*choice)[1]
-            self._made[shares] = found
-        found = self._made[shares]
-        return found.seconds if found is not None else math.inf
+            sited = searched(*choice) if is_small else best_with(*choice)[1]
+            self._made[shares] = sited
+        sited = self._made[shares]
+        return sited.seconds if sited is not None else math.inf
 
     def _improved(self, shares: Shares, best_s: float) -> Shares:
         """Return ``shares`` with one or two of them changed at a time, as long as that makes schedules faster."""
@@ -205,8 +205,8 @@ class _Trials:
         while improves:
             improves = False
             for changed in self._near(shares):
-                if (found_s := self._seconds(changed, best_s)) < best_s:
-                    shares, best_s, improves = changed, found_s, True
+                if (tried_s := self._seconds(changed, best_s)) < best_s:
+                    shares, best_s, improves = changed, tried_s, True
                     break
         return shares
 
@@ -259,8 +259,8 @@ class _Trials:
 
 
 def _changed(shares: Shares, strides: Mapping[int, int]) -> Shares:
-    found = (share + strides.get(k, 0) for k, share in enumerate(shares))
-    return tuple(min(max(share, 0), _STEPS) for share in found)
+    moved = (share + strides.get(k, 0) for k, share in enumerate(shares))
+    return tuple(min(max(share, 0), _STEPS) for share in moved)
 
 
 def _cheapest(kind: _Kind, price: float, rate: float) -> int:

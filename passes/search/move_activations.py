@@ -60,7 +60,7 @@ def move_activations(
             op=op,
         )
     spare_bytes = limit_bytes - taken_bytes - least_bytes
-    found: list[MovedActivations] = []
+    variants: list[MovedActivations] = []
     refusals: list[InfeasiblePlanError] = []
     for share in sorted({0, spare_bytes // 2, spare_bytes}):
         peak_bytes = least_bytes + share
@@ -73,8 +73,8 @@ def move_activations(
             refusals.append(error)
             continue
         live = replace(task.live, peak_bytes=peak_bytes + BUFFERS_BYTES)
-        found.append(MovedActivations(replace(task, live=live), moves))
-    if not found:
+        variants.append(MovedActivations(replace(task, live=live), moves))
+    if not variants:
         least = min(refusals, key=lambda error: error.required_bytes)
         raise InfeasiblePlanError(
             required_bytes=min(
@@ -84,7 +84,7 @@ def move_activations(
             tier=site,
             op=least.op,
         )
-    return found
+    return variants
 
 
 def _moves(

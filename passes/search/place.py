@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from gascompile.core.errors import SolverError
 from gascompile.passes.bounds.certify import pipe_rate
 from gascompile.passes.bounds.linear_program import INFINITY, Ending, LinearProgram, solver_name
-from gascompile.passes.bounds.shadow_prices import Solution, prices
+from gascompile.passes.bounds.shadow_prices import Solution, shadow_prices
 from gascompile.passes.model.problem import Placement, Problem, slot_seconds
 
 _WHOLE = 1000.0
@@ -87,7 +87,7 @@ def place(
     if uses * len(problem.links) > _MOST_USES or time_limit_s <= 0:
         return Solution(None, (), 0.0, timed_out=True)
     model = _build(problem, arena_bytes, buffers)
-    found = model.program.solve(
+    outcome = model.program.solve(
         time_limit_s=time_limit_s,
         gap=mip_gap,
         gap_abs=mip_gap * problem.streaming_s / model.time_unit_s,
@@ -95,19 +95,19 @@ def place(
         max_pivots=_MOST_PIVOTS if relaxed else None,
         max_nodes=None if relaxed else max_nodes,
     )
-    if found.ending is Ending.INFEASIBLE:
+    if outcome.ending is Ending.INFEASIBLE:
         return Solution(None, (), math.inf, timed_out=False)
-    timed_out = found.ending is Ending.OUT_OF_TIME
-    bound_s = max(0.0, found.bound) * model.time_unit_s * (1 - _TOLERANCE)
-    if not found.values or (relaxed and found.ending is not Ending.OPTIMAL):
+    timed_out = outcome.ending is Ending.OUT_OF_TIME
+    bound_s = max(0.0, outcome.bound) * model.time_unit_s * (1 - _TOLERANCE)
+    if not outcome.values or (relaxed and outcome.ending is not Ending.OPTIMAL):
         return Solution(None, (), bound_s, timed_out)
-    placement, order = _extract(model, found.values)
-    if not found.duals:
+    placement, order = _extract(model, outcome.values)
+    if not outcome.duals:
         return Solution(placement, order, bound_s, timed_out)
-    duals = {name: abs(found.duals[row]) for name, row in model.rows.items()}
-    loads = {key: _value(terms, found.values) for key, terms in model.load.items()}
-    slots = [found.values[column] for column in model.times]
-    priced = prices(problem, duals, slots, loads, model.time_unit_s, model.unit_bytes)
+    duals = {name: abs(outcome.duals[row]) for name, row in model.rows.items()}
+    loads = {key: _value(terms, outcome.values) for key, terms in model.load.items()}
+    slots = [outcome.values[column] for column in model.times]
+    priced = shadow_prices(problem, duals, slots, loads, model.time_unit_s, model.unit_bytes)
     return Solution(placement, order, bound_s, timed_out, *priced)
 
 

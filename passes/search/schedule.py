@@ -1,7 +1,7 @@
 """Schedule: from a placement to arena addresses and the moment at which each prefetch may start.
 
-Residents are packed at the bottom of the arena; the rest is the staging region. Visits take addresses
-around it like in a ring, in the order of their first use, so that memory is freed in the order in
+Residents are packed at the bottom of the arena; the rest is the staging region. Staged copies take
+addresses around it like in a ring, in the order of their first use, so that memory is freed in the order in
 which it is taken; or each link has a part of the region, a *lane*, with a ring of its own, so that the
 long loads of a slow link do not hold up the others. Addresses are the same in every iteration.
 A prefetch stands at the earliest point of the program at which its address range is free, at most one
@@ -24,7 +24,7 @@ from gascompile.cost_models.simulate.events import (
     EventProgram,
     steady_seconds,
 )
-from gascompile.passes.model.problem import Placement, Problem, Visit, visits_of
+from gascompile.passes.model.problem import Placement, Problem, StagedCopy, staged_copies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +36,11 @@ class Schedule:
     """The bottom of the arena, taken by residents."""
     staging_bytes: int
     """The rest of the arena."""
-    visits: tuple[Visit, ...]
+    copies: tuple[StagedCopy, ...]
     offsets: tuple[int, ...]
-    """Address of each visit within the staging region."""
+    """Address of each copy within the staging region."""
     points: tuple[int, ...]
-    """Op before which each visit's prefetch stands; negative in the iteration before."""
+    """Op before which each copy's prefetch stands; negative in the iteration before."""
     seconds: float
 
     @property
@@ -81,18 +81,18 @@ def schedule(
         )
     best: Schedule | None = None
     for candidate in _with_and_without_kept(placement):
-        visits = visits_of(problem, candidate)
-        links = _links(problem, visits)
-        for offsets in _layouts(visits, lanes or (staging_bytes,), problem.repeats):
-            earliest = _points(visits, offsets, len(problem.op_times_s), problem.repeats)
-            for points in _in_turn(problem, visits, earliest):
-                seconds = steady_seconds(_events(problem, visits, points, links))
+        copies = staged_copies(problem, candidate)
+        links = _links(problem, copies)
+        for offsets in _layouts(copies, lanes or (staging_bytes,), problem.repeats):
+            earliest = _points(copies, offsets, len(problem.op_times_s), problem.repeats)
+            for points in _in_turn(problem, copies, earliest):
+                seconds = steady_seconds(_events(problem, copies, points, links))
                 if best is None or seconds < best.seconds:
                     best = Schedule(
                         placement=candidate,
                         resident_bytes=resident_bytes,
                         staging_bytes=staging_bytes,
-                        visits=tuple(visits),
+                        copies=tuple(copies),
                         offsets=tuple(offsets),
                         points=tuple(points),
                         seconds=seconds,
@@ -103,22 +103,22 @@ def schedule(
 
 
 def _layouts(
-    visits: Sequence[Visit], lanes: Sequence[int], repeats: bool
+    copies: Sequence[StagedCopy], lanes: Sequence[int], repeats: bool
 ) -> Iterator[tuple[int, ...]]:
-    """Yield addresses of the visits: in one ring, or in one ring per link where there are more lanes."""
+    """Yield addresses of the copies: in one ring, or in one ring per link where there are more lanes."""
     members = [
-        [i for i, visit in enumerate(visits) if len(lanes) == 1 or visit.link == lane]
+        [i for i, copy in enumerate(copies) if len(lanes) == 1 or copy.link == lane]
         for lane in range(len(lanes))
     ]
     sizes = [
-        _regions([visits[i] for i in inside], lane_bytes, repeats)
+        _regions([copies[i] for i in inside], lane_bytes, repeats)
         for inside, lane_bytes in zip(members, lanes, strict=True)
     ]
     for chosen in dict.fromkeys((tuple(s[0] for s in sizes), tuple(s[-1] for s in sizes))):
-        offsets = [0] * len(visits)
+        offsets = [0] * len(copies)
         bottom = 0
         for inside, lane_bytes, ring_bytes in zip(members, lanes, chosen, strict=True):
-            ring = _ring([visits[i] for i in inside], ring_bytes)
+            ring = _ring([copies[i] for i in inside], ring_bytes)
             if ring is None:
                 break
             for i, offset in zip(inside, ring, strict=True):
@@ -129,20 +129,20 @@ def _layouts(
 
 
 def _in_turn(
-    problem: Problem, visits: Sequence[Visit], earliest: Sequence[int]
+    problem: Problem, copies: Sequence[StagedCopy], earliest: Sequence[int]
 ) -> list[Sequence[int]]:
     """Return the earliest points and, where used links share a pipe, those of one load at a time."""
-    used = {visit.link for visit in visits}
+    used = {copy.link for copy in copies}
     pipes = [pipe for link in used for pipe in problem.links[link].shared]
     if len(pipes) == len(set(pipes)):
         return [earliest]
     before: dict[int, int] = {}
     if problem.repeats:
-        before = {visit.link: visit.start - len(problem.op_times_s) for visit in visits}
+        before = {copy.link: copy.start - len(problem.op_times_s) for copy in copies}
     late: list[int] = []
-    for visit, point in zip(visits, earliest, strict=True):
-        late.append(max(point, before.get(visit.link, 0)))
-        before[visit.link] = visit.start
+    for copy, point in zip(copies, earliest, strict=True):
+        late.append(max(point, before.get(copy.link, 0)))
+        before[copy.link] = copy.start
     return [earliest] if late == earliest else [earliest, late]
 
 
@@ -153,130 +153,130 @@ def _with_and_without_kept(placement: Placement) -> list[Placement]:
     return [placement, plain]
 
 
-def _regions(visits: Sequence[Visit], staging_bytes: int, repeats: bool) -> list[int]:
+def _regions(copies: Sequence[StagedCopy], staging_bytes: int, repeats: bool) -> list[int]:
     """Return ring sizes to try: all of the region, and the least that needs no more laps.
 
-    With the latter the last lap is as full as the others, so that the first visits of the next
+    With the latter the last lap is as full as the others, so that the first copies of the next
     iteration find the bottom of the region long free.
     """
-    if not repeats or not visits:
+    if not repeats or not copies:
         return [staging_bytes]
-    laps = _laps(visits, staging_bytes)
-    low, high = max(visit.reserved_bytes for visit in visits) - 1, staging_bytes
+    laps = _laps(copies, staging_bytes)
+    low, high = max(copy.reserved_bytes for copy in copies) - 1, staging_bytes
     while high - low > max(staging_bytes >> 8, 1):
         middle = (low + high) // 2
-        if _laps(visits, middle) <= laps:
+        if _laps(copies, middle) <= laps:
             high = middle
         else:
             low = middle
     return [staging_bytes] if high == staging_bytes else [staging_bytes, high]
 
 
-def _laps(visits: Sequence[Visit], region_bytes: int) -> int:
+def _laps(copies: Sequence[StagedCopy], region_bytes: int) -> int:
     laps, pointer = 1, 0
-    for visit in visits:
-        if pointer + visit.reserved_bytes > region_bytes:
+    for copy in copies:
+        if pointer + copy.reserved_bytes > region_bytes:
             laps, pointer = laps + 1, 0
-        pointer += visit.reserved_bytes
+        pointer += copy.reserved_bytes
     return laps
 
 
-def _ring(visits: Sequence[Visit], region_bytes: int) -> list[int] | None:
-    """Return an address per visit such that visits that are in use together do not overlap."""
+def _ring(copies: Sequence[StagedCopy], region_bytes: int) -> list[int] | None:
+    """Return an address per copy such that copies that are in use together do not overlap."""
     offsets: dict[int, int] = {}
-    long = [i for i, visit in enumerate(visits) if visit.end > visit.start]
+    long = [i for i, copy in enumerate(copies) if copy.end > copy.start]
     for i in long:
-        rivals = [j for j in long if j in offsets and _in_use_together(visits[i], visits[j])]
-        address = _first_fit(visits, offsets, i, rivals, 0, region_bytes)
+        rivals = [j for j in long if j in offsets and _in_use_together(copies[i], copies[j])]
+        address = _first_fit(copies, offsets, i, rivals, 0, region_bytes)
         if address is None:
             return None
         offsets[i] = address
     pointer = 0
     begin = 0
-    while begin < len(visits):
+    while begin < len(copies):
         end = begin
-        while end < len(visits) and visits[end].start == visits[begin].start:
+        while end < len(copies) and copies[end].start == copies[begin].start:
             end += 1
-        op = visits[begin].start
-        group = [i for i in range(begin, end) if visits[i].end == op]
-        rivals = [j for j in long if visits[j].start <= op <= visits[j].end]
-        placed = _place_group(visits, offsets, group, rivals, pointer, region_bytes)
+        op = copies[begin].start
+        group = [i for i in range(begin, end) if copies[i].end == op]
+        rivals = [j for j in long if copies[j].start <= op <= copies[j].end]
+        placed = _place_group(copies, offsets, group, rivals, pointer, region_bytes)
         if placed is None:
-            placed = _place_group(visits, offsets, group, rivals, 0, region_bytes)
+            placed = _place_group(copies, offsets, group, rivals, 0, region_bytes)
         if placed is None:
             return None
         pointer = placed
         begin = end
-    return [offsets[i] for i in range(len(visits))]
+    return [offsets[i] for i in range(len(copies))]
 
 
 def _place_group(
-    visits: Sequence[Visit],
+    copies: Sequence[StagedCopy],
     offsets: dict[int, int],
     group: Sequence[int],
     rivals: Sequence[int],
     pointer: int,
     region_bytes: int,
 ) -> int | None:
-    """Place the visits of one op from ``pointer`` on; return where the last one ends."""
+    """Place the copies of one op from ``pointer`` on; return where the last one ends."""
     taken = list(rivals)
     for i in group:
-        address = _first_fit(visits, offsets, i, taken, pointer, region_bytes)
+        address = _first_fit(copies, offsets, i, taken, pointer, region_bytes)
         if address is None and pointer:
-            address = _first_fit(visits, offsets, i, taken, 0, region_bytes)
+            address = _first_fit(copies, offsets, i, taken, 0, region_bytes)
         if address is None:
             return None
         offsets[i] = address
         taken.append(i)
-        pointer = address + visits[i].reserved_bytes
+        pointer = address + copies[i].reserved_bytes
     return pointer
 
 
 def _first_fit(
-    visits: Sequence[Visit],
+    copies: Sequence[StagedCopy],
     offsets: dict[int, int],
     i: int,
     rivals: Sequence[int],
     address: int,
     region_bytes: int,
 ) -> int | None:
-    size = visits[i].reserved_bytes
+    size = copies[i].reserved_bytes
     moved = True
     while moved:
         moved = False
         for j in rivals:
-            if offsets[j] < address + size and address < offsets[j] + visits[j].reserved_bytes:
-                address = offsets[j] + visits[j].reserved_bytes
+            if offsets[j] < address + size and address < offsets[j] + copies[j].reserved_bytes:
+                address = offsets[j] + copies[j].reserved_bytes
                 moved = True
     return address if address + size <= region_bytes else None
 
 
-def _in_use_together(one: Visit, other: Visit) -> bool:
+def _in_use_together(one: StagedCopy, other: StagedCopy) -> bool:
     return one.start <= other.end and other.start <= one.end
 
 
 def _points(
-    visits: Sequence[Visit], offsets: Sequence[int], num_ops: int, repeats: bool
+    copies: Sequence[StagedCopy], offsets: Sequence[int], num_ops: int, repeats: bool
 ) -> list[int]:
     """Return the earliest point of each prefetch: when all in its way is released.
 
-    In the way are visits that overlap, and the weight's own previous visit: a weight has one copy.
+    In the way are copies that overlap, and the weight's own previous one: a weight has one at a time.
     """
-    releases = [(visit.end + 1, i) for i, visit in enumerate(visits)]
+    releases = [(copy.end + 1, i) for i, copy in enumerate(copies)]
     if repeats:
         releases += [(release - num_ops, i) for release, i in releases]
     releases.sort()
     times = [release for release, _ in releases]
     points: list[int] = []
-    for i, visit in enumerate(visits):
-        begin, end = offsets[i], offsets[i] + visit.reserved_bytes
-        # A visit's own last stay ends here, so no earlier release can matter.
-        point = visit.end + 1 - num_ops if repeats else 0
-        k = bisect_right(times, visit.start) - 1
+    for i, copy in enumerate(copies):
+        begin, end = offsets[i], offsets[i] + copy.reserved_bytes
+        # The copy of the iteration before ends here, so no earlier release can matter.
+        point = copy.end + 1 - num_ops if repeats else 0
+        k = bisect_right(times, copy.start) - 1
         while k >= 0 and times[k] > point:
             j = releases[k][1]
-            overlaps = offsets[j] < end and begin < offsets[j] + visits[j].reserved_bytes
-            if overlaps or visits[j].weight == visit.weight:
+            overlaps = offsets[j] < end and begin < offsets[j] + copies[j].reserved_bytes
+            if overlaps or copies[j].weight == copy.weight:
                 point = times[k]
                 break
             k -= 1
@@ -284,20 +284,20 @@ def _points(
     return points
 
 
-def _links(problem: Problem, visits: Sequence[Visit]) -> EventProgram:
-    """Return a program without events: what the loads of the visits take of links and pipes."""
+def _links(problem: Problem, copies: Sequence[StagedCopy]) -> EventProgram:
+    """Return a program without events: what the loads of the copies take of links and pipes."""
     order = {link.name: i for i, link in enumerate(problem.machine.links)}
     numbers = [order[link.name] for link in problem.links]
     known: dict[tuple[int, int], Pipes] = {}
     pipes_of: list[Pipes] = []
-    for visit in visits:
-        key = (problem.weights[visit.weight].size_bytes, visit.link)
+    for copy in copies:
+        key = (problem.weights[copy.weight].size_bytes, copy.link)
         if key not in known:
-            known[key] = problem.pipes(visit.weight, visit.link)
+            known[key] = problem.pipes(copy.weight, copy.link)
         pipes_of.append(known[key])
     return EventProgram(
         events=(),
-        link_of=[numbers[visit.link] for visit in visits],
+        link_of=[numbers[copy.link] for copy in copies],
         pipes_of=pipes_of,
         repeats=problem.repeats,
         num_links=len(problem.machine.links),
@@ -306,12 +306,12 @@ def _links(problem: Problem, visits: Sequence[Visit]) -> EventProgram:
 
 
 def _events(
-    problem: Problem, visits: Sequence[Visit], points: Sequence[int], links: EventProgram
+    problem: Problem, copies: Sequence[StagedCopy], points: Sequence[int], links: EventProgram
 ) -> EventProgram:
     """Return the events of one iteration, as ``cost_models.replay`` would make them from the steps."""
-    moves = program_points(visits, points, len(problem.op_times_s))
+    moves = program_points(copies, points, len(problem.op_times_s))
     events: list[Event] = []
-    seconds = [problem.transfer_s(visit.weight, visit.link) for visit in visits]
+    seconds = [problem.transfer_s(copy.weight, copy.link) for copy in copies]
     sums = problem.sums_s
     begun = 0
     for point in sorted(moves):
@@ -327,13 +327,13 @@ def _events(
 
 
 def program_points(
-    visits: Sequence[Visit], points: Sequence[int], num_ops: int
+    copies: Sequence[StagedCopy], points: Sequence[int], num_ops: int
 ) -> dict[int, tuple[list[int], list[int]]]:
-    """Return per op the visits whose prefetch and whose waits stand before it, in order."""
+    """Return per op the copies whose prefetch and whose waits stand before it, in order."""
     moves: dict[int, tuple[list[int], list[int]]] = {}
-    for i in sorted(range(len(visits)), key=lambda i: (points[i] < 0, visits[i].start, i)):
+    for i in sorted(range(len(copies)), key=lambda i: (points[i] < 0, copies[i].start, i)):
         point = points[i] + num_ops if points[i] < 0 else points[i]
         moves.setdefault(point, ([], []))[0].append(i)
-    for i, visit in enumerate(visits):
-        moves.setdefault(visit.start, ([], []))[1].append(i)
+    for i, copy in enumerate(copies):
+        moves.setdefault(copy.start, ([], []))[1].append(i)
     return moves

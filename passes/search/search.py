@@ -18,9 +18,9 @@ from itertools import accumulate, pairwise, product
 import numpy as np
 
 from gascompile.passes.bounds.certify import physical_limit
-from gascompile.passes.model.problem import Placement, Problem, Visit, visits_of
+from gascompile.passes.model.problem import Placement, Problem, StagedCopy, staged_copies
 from gascompile.passes.search.schedule import Schedule, schedule
-from gascompile.passes.search.strategies import MANY_WEIGHTS, Family, ResidentSet, homes
+from gascompile.passes.search.strategies import MANY_WEIGHTS, Family, ResidentSet, placements_of
 
 _WINDOWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _LANE_SIZES = 4
@@ -29,8 +29,8 @@ _PATIENCE = 24
 """Sets of residents of a large model that are tried in vain before the search ends."""
 _ROUNDING = 1e-9  # share by which sums of seconds in another order differ
 _MOST_WORK = 400_000
-"""Visits that are placed in one search; [empirical] 100,000 a second on one core of an EPYC beside other work, and
-3,000 are enough for most models."""
+"""Staged copies that are placed in one search; [empirical] 100,000 a second on one core of an EPYC beside other
+work, and 3,000 are enough for most models."""
 
 Candidate = Family | ResidentSet | Placement
 _Single = tuple[Family, int] | ResidentSet | Placement
@@ -64,7 +64,7 @@ def search(
     Args:
         best: a schedule to beat; returned when nothing is faster.
         time_limit_s: seconds after which a schedule, once there is one, is not improved further.
-        most_work: visits that are placed, after which it is the same.
+        most_work: staged copies that are placed, after which it is the same.
     """
     effort = _Allowance(time_limit_s, most_work)
     fitting = [
@@ -104,12 +104,12 @@ def best_staging(
     """
     effort = effort or _Allowance(math.inf)
     residents = resident_bytes(problem, _residents(placement))
-    visits = visits_of(problem, placement)
-    bound_s = _busy_s(problem, visits)
+    copies = staged_copies(problem, placement)
+    bound_s = _busy_s(problem, copies)
     if best is not None and bound_s >= best.seconds:
         return best
     tried: list[tuple[int, ...]] = []
-    for lanes in _regions(problem, visits):
+    for lanes in _regions(problem, copies):
         staging_bytes = sum(lanes)
         if residents + staging_bytes > arena_bytes:
             continue
@@ -117,26 +117,26 @@ def best_staging(
             continue
         tried.append(lanes)
         if best is not None and (
-            max(bound_s, _stalled_s(problem, visits, lanes)) >= best.seconds or effort.over
+            max(bound_s, _stalled_s(problem, copies, lanes)) >= best.seconds or effort.over
         ):
             continue
-        effort.work += len(visits)
-        found = schedule(problem, placement, staging_bytes, resident_bytes=residents, lanes=lanes)
-        if found is not None:
-            found = snap(found, time_bound_s(problem, found.placement))
-            if best is None or found.seconds < best.seconds:
-                best = found
+        effort.work += len(copies)
+        staged = schedule(problem, placement, staging_bytes, resident_bytes=residents, lanes=lanes)
+        if staged is not None:
+            staged = snap(staged, time_bound_s(problem, staged.placement))
+            if best is None or staged.seconds < best.seconds:
+                best = staged
     return best
 
 
-def _regions(problem: Problem, visits: Sequence[Visit]) -> Iterator[tuple[int, ...]]:
+def _regions(problem: Problem, copies: Sequence[StagedCopy]) -> Iterator[tuple[int, ...]]:
     """Yield staging regions: whole ones, the largest first, and ones with a lane for each link."""
-    several = len({visit.link for visit in visits}) > 1
+    several = len({copy.link for copy in copies}) > 1
     if not several or len(problem.weights) < MANY_WEIGHTS:
-        yield from ((size,) for size in reversed(_staging_sizes(problem, visits)))
+        yield from ((size,) for size in reversed(_staging_sizes(problem, copies)))
     if several:
         sizes = [
-            _staging_sizes(problem, [visit for visit in visits if visit.link == link])[:_LANE_SIZES]
+            _staging_sizes(problem, [copy for copy in copies if copy.link == link])[:_LANE_SIZES]
             for link in range(len(problem.links))
         ]
         yield from sorted(product(*sizes), key=sum, reverse=True)
@@ -147,33 +147,33 @@ def _within(lanes: Sequence[int], other: Sequence[int]) -> bool:
     return len(lanes) == len(other) and all(a <= b for a, b in zip(lanes, other, strict=True))
 
 
-def _stalled_s(problem: Problem, visits: Sequence[Visit], lanes: Sequence[int]) -> float:
+def _stalled_s(problem: Problem, copies: Sequence[StagedCopy], lanes: Sequence[int]) -> float:
     """Return a time that no schedule in these lanes beats.
 
-    Where a lane has no room for a second visit beside one, its link rests while the ops of that visit run.
+    Where a lane has no room for a second copy beside one, its link rests while the ops of that copy run.
     """
     if len(lanes) == 1:
         return 0.0
     longest_s = 0.0
     for link, lane_bytes in enumerate(lanes):
-        inside = [visit for visit in visits if visit.link == link]
-        smallest = min((visit.reserved_bytes for visit in inside), default=0)
-        busy_s = sum(problem.transfer_s(visit.weight, link) for visit in inside)
-        # The last visit's ops may run beside the first load of the next iteration, or after all loads.
+        inside = [copy for copy in copies if copy.link == link]
+        smallest = min((copy.reserved_bytes for copy in inside), default=0)
+        busy_s = sum(problem.transfer_s(copy.weight, link) for copy in inside)
+        # The last copy's ops may run beside the first load of the next iteration, or after all loads.
         rests = [
-            problem.sums_s[visit.end + 1] - problem.sums_s[visit.start]
-            for visit in inside
-            if visit.reserved_bytes + smallest > lane_bytes
+            problem.sums_s[copy.end + 1] - problem.sums_s[copy.start]
+            for copy in inside
+            if copy.reserved_bytes + smallest > lane_bytes
         ]
         longest_s = max(longest_s, busy_s + sum(rests))
     return longest_s * (1 - _ROUNDING)
 
 
-def snap(found: Schedule, bound_s: float) -> Schedule:
+def snap(staged: Schedule, bound_s: float) -> Schedule:
     """Return the schedule with its time rounded to the bound where they differ by rounding only."""
-    if found.seconds > bound_s * (1 + _ROUNDING):
-        return found
-    return found.with_seconds(bound_s)
+    if staged.seconds > bound_s * (1 + _ROUNDING):
+        return staged
+    return staged.with_seconds(bound_s)
 
 
 def resident_bytes(problem: Problem, residents: Iterable[int]) -> int:
@@ -184,20 +184,20 @@ def resident_bytes(problem: Problem, residents: Iterable[int]) -> int:
 def staging_sizes(problem: Problem, placement: Placement) -> list[int]:
     """Return sizes of the staging region worth trying, ascending.
 
-    Size ``m`` holds what any op has in use and the visits of the ``m - 1`` ops after it; the
+    Size ``m`` holds what any op has in use and the copies of the ``m - 1`` ops after it; the
     first one is the least that the placement can run with.
     """
-    return _staging_sizes(problem, visits_of(problem, placement))
+    return _staging_sizes(problem, staged_copies(problem, placement))
 
 
-def _staging_sizes(problem: Problem, visits: Sequence[Visit]) -> list[int]:
-    if not visits:
+def _staging_sizes(problem: Problem, copies: Sequence[StagedCopy]) -> list[int]:
+    if not copies:
         return [0]
-    starts = sorted({visit.start for visit in visits})
+    starts = sorted({copy.start for copy in copies})
     loads = dict.fromkeys(starts, 0)
-    for visit in visits:
-        loads[visit.start] += visit.reserved_bytes
-    used = _used_bytes(visits, starts)
+    for copy in copies:
+        loads[copy.start] += copy.reserved_bytes
+    used = _used_bytes(copies, starts)
     count = len(starts)
     following = [*loads.values(), *(loads.values() if problem.repeats else [0] * count)]
     sums = [0, *accumulate(following)]
@@ -215,24 +215,24 @@ def _staging_sizes(problem: Problem, visits: Sequence[Visit]) -> list[int]:
 def least_arena_bytes(problem: Problem, placement: Placement) -> tuple[int, int]:
     """Return the smallest arena that ``placement`` runs in, and the op that sets it."""
     plain = Placement(strategy=placement.strategy, link_of=placement.link_of)
-    visits = visits_of(problem, plain)
+    copies = staged_copies(problem, plain)
     residents = resident_bytes(problem, _residents(placement))
     needed: dict[int, int] = {}
-    for visit in visits:
-        needed[visit.start] = needed.get(visit.start, 0) + visit.reserved_bytes
+    for copy in copies:
+        needed[copy.start] = needed.get(copy.start, 0) + copy.reserved_bytes
     op = max(needed, key=lambda op: needed[op], default=0)
     return residents + needed.get(op, 0), op
 
 
 def time_bound_s(problem: Problem, placement: Placement) -> float:
     """Return a time that no schedule of ``placement`` beats: its ops, or one link's transfers."""
-    return _busy_s(problem, visits_of(problem, placement))
+    return _busy_s(problem, staged_copies(problem, placement))
 
 
-def _busy_s(problem: Problem, visits: Sequence[Visit]) -> float:
+def _busy_s(problem: Problem, copies: Sequence[StagedCopy]) -> float:
     busy_s = [0.0] * len(problem.links)
-    for visit in visits:
-        busy_s[visit.link] += problem.transfer_s(visit.weight, visit.link)
+    for copy in copies:
+        busy_s[copy.link] += problem.transfer_s(copy.weight, copy.link)
     return max(problem.compute_s, *busy_s, 0.0)
 
 
@@ -282,17 +282,17 @@ def _residents(candidate: ResidentSet | Placement) -> Sequence[int]:
 def _placements(problem: Problem, candidate: ResidentSet | Placement) -> list[Placement]:
     if isinstance(candidate, Placement):
         return [candidate]
-    return homes(problem, candidate.residents, candidate.strategy)
+    return placements_of(problem, candidate.residents, candidate.strategy)
 
 
-def _used_bytes(visits: Sequence[Visit], starts: Sequence[int]) -> list[int]:
-    """Return the bytes of the visits in use at each op at which one begins."""
+def _used_bytes(copies: Sequence[StagedCopy], starts: Sequence[int]) -> list[int]:
+    """Return the bytes of the copies in use at each op at which one begins."""
     used = dict.fromkeys(starts, 0)
-    for visit in visits:
-        used[visit.start] += visit.reserved_bytes
-        if visit.end > visit.start:
-            for op in starts[bisect_right(starts, visit.start) :]:
-                if op > visit.end:
+    for copy in copies:
+        used[copy.start] += copy.reserved_bytes
+        if copy.end > copy.start:
+            for op in starts[bisect_right(starts, copy.start) :]:
+                if op > copy.end:
                     break
-                used[op] += visit.reserved_bytes
+                used[op] += copy.reserved_bytes
     return list(used.values())

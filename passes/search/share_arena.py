@@ -11,21 +11,23 @@ from gascompile.core.workload import TensorKind
 from gascompile.passes.model.problem import Placement, Problem
 from gascompile.passes.search.schedule import Schedule, schedule
 from gascompile.passes.search.search import least_arena_bytes, snap, staging_sizes, time_bound_s
-from gascompile.passes.search.strategies import homes
+from gascompile.passes.search.strategies import placements_of
 
 
-def pin(problem: Problem, pinned: Plan) -> Schedule:
-    """Return a schedule in the arena of ``pinned``: its residents stay, all other weights are streamed.
+def share_arena(problem: Problem, arena_of: Plan) -> Schedule:
+    """Return a schedule in the arena of ``arena_of``: its residents stay, all other weights are streamed.
 
     Raises:
         InfeasiblePlanError: the arena does not fit the budget beside this workload's activations, or
             the part of it that is not resident is too small for one of the ops.
     """
-    arena_bytes = pinned.arena_bytes[problem.machine.compute_tier]
-    residents = pinned_residents(pinned)
+    arena_bytes = arena_of.arena_bytes[problem.machine.compute_tier]
+    residents = residents_of(arena_of)
     bottom = max((_end(tensor) for tensor in residents.values()), default=0)
     streamed = [i for i, weight in enumerate(problem.weights) if weight.name not in residents]
-    placements = homes(problem, frozenset(range(len(problem.weights))) - set(streamed), "pinned")
+    placements = placements_of(
+        problem, frozenset(range(len(problem.weights))) - set(streamed), "pinned"
+    )
     if not placements:
         _refuse(problem, bottom + sum(problem.weights[i].reserved_bytes for i in streamed), 0)
     need_bytes, op = _least_staging(problem, placements[0])
@@ -35,18 +37,18 @@ def pin(problem: Problem, pinned: Plan) -> Schedule:
     for placement in placements:
         sizes = {s for s in staging_sizes(problem, placement) if bottom + s <= arena_bytes}
         for staging_bytes in sorted(sizes | {arena_bytes - bottom}):
-            found = schedule(problem, placement, staging_bytes, resident_bytes=bottom)
-            if found is not None and (best is None or found.seconds < best.seconds):
-                best = snap(found, time_bound_s(problem, found.placement))
+            staged = schedule(problem, placement, staging_bytes, resident_bytes=bottom)
+            if staged is not None and (best is None or staged.seconds < best.seconds):
+                best = snap(staged, time_bound_s(problem, staged.placement))
     assert best is not None, "streaming each op's weights alone always packs"
     return best.with_staging(arena_bytes - bottom)
 
 
-def pinned_residents(pinned: Plan) -> dict[str, TensorPlan]:
-    """Return the weights that ``pinned`` keeps in its arena."""
+def residents_of(arena_of: Plan) -> dict[str, TensorPlan]:
+    """Return the weights that ``arena_of`` keeps in its arena."""
     return {
         name: tensor
-        for name, tensor in pinned.tensors.items()
+        for name, tensor in arena_of.tensors.items()
         if tensor.kind == TensorKind.WEIGHT and tensor.address is not None
     }
 

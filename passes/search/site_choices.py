@@ -47,7 +47,7 @@ def able_weights(task: Problem, tier: str) -> list[int]:
 
 
 def _beyond_arena(task: Problem, order: Sequence[int]) -> frozenset[int]:
-    """Return all but the last weights of ``order`` that the arena holds beside those that are in none: none moves."""
+    """Return the first weights of ``order``, as few as let the arena hold all others: then no weight moves."""
     able = set(order)
     held = sum(w.reserved_bytes for i, w in enumerate(task.weights) if i not in able)
     kept = 0
@@ -92,8 +92,8 @@ def improved(
                 if left < 0:
                     return sent
                 changed = closed(task, sent ^ unit ^ other, tier)
-                if changed != sent and (found_s := seconds(task, tier, changed)) < best_s:
-                    sent, best_s = changed, found_s
+                if changed != sent and (changed_s := seconds(task, tier, changed)) < best_s:
+                    sent, best_s = changed, changed_s
         if sent == before:
             break
     return sent

@@ -44,15 +44,15 @@ class SiteMoves:
 
     def merged(self, steps: Sequence[Step], num_ops: int) -> tuple[Step, ...]:
         """Return ``steps`` of one iteration with these among them."""
-        found: list[Step] = []
+        merged: list[Step] = []
         for step in steps:
             if isinstance(step, Compute):
-                found.extend(self.before.get(step.op, ()))
-            found.append(step)
+                merged.extend(self.before.get(step.op, ()))
+            merged.append(step)
             if isinstance(step, Compute):
-                found.extend(self.after.get(step.op, ()))
-        found.extend(self.before.get(num_ops, ()))
-        return tuple(found)
+                merged.extend(self.after.get(step.op, ()))
+        merged.extend(self.before.get(num_ops, ()))
+        return tuple(merged)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +121,14 @@ def own_times(task: Problem, route: SiteRoute) -> list[float]:
     now = dict.fromkeys((own, *route.op_sites), 0.0)
     arrived: dict[str, float] = {}
     waiting: dict[str, set[str]] = {}
-    found: list[float] = []
+    times_s: list[float] = []
     reached_s = 0.0
     computes = [Compute(op=i) for i in range(len(route.op_sites))]
     for step in route.moves.merged(computes, len(computes)):
         match step:
             case Compute():
                 now[route.op_sites[step.op]] += route.op_times_s[step.op]
-                found.append(now[own] - reached_s)
+                times_s.append(now[own] - reached_s)
                 reached_s = now[own]
             case Offload() | Reload():
                 link = task.machine.link(step.link)
@@ -140,8 +140,8 @@ def own_times(task: Problem, route: SiteRoute) -> list[float]:
                     now[site] = max(now[site], arrived[step.tensor])
             case _:
                 pass
-    found[-1] += max(now.values()) - reached_s
-    return found
+    times_s[-1] += max(now.values()) - reached_s
+    return times_s
 
 
 def visiting_bytes(task: Problem, tier: str, route: SiteRoute) -> int:

@@ -38,7 +38,7 @@ from gascompile.passes.search.site_routes import (
     own_times,
     visiting_bytes,
 )
-from gascompile.passes.search.strategies import MANY_WEIGHTS, family, homes, strategies
+from gascompile.passes.search.strategies import MANY_WEIGHTS, family, placements_of, strategies
 
 Planner = Callable[[Problem], Schedule | None]
 
@@ -84,7 +84,7 @@ def sites(
     """
     best: SitedSchedule | None = None
     for tier in other_tiers(task):
-        found: list[tuple[float, tuple[int, ...]]] = []
+        tried: list[tuple[float, tuple[int, ...]]] = []
         seen: set[frozenset[int]] = set()
         for sent in candidates(task, tier):
             if sent and sent not in seen:
@@ -92,14 +92,14 @@ def sites(
                 limit_s = best.seconds if best else best_s
                 least_s, better = best_with(task, tier, sent, limit_s, fits)
                 best = better or best
-                found.append((least_s, tuple(sorted(sent))))
-        for least_s, chosen in sorted(found)[:_SEARCHED]:
+                tried.append((least_s, tuple(sorted(sent))))
+        for least_s, chosen in sorted(tried)[:_SEARCHED]:
             limit_s = best.seconds if best else best_s
             if least_s < limit_s:
                 best = searched(task, tier, frozenset(chosen), limit_s, fits) or best
         limit_s = best.seconds if best else best_s
         best = (
-            _in_time(task, tier, [frozenset(chosen) for _, chosen in found], limit_s, fits) or best
+            _in_time(task, tier, [frozenset(chosen) for _, chosen in tried], limit_s, fits) or best
         )
     return best
 
@@ -151,7 +151,7 @@ def _placements(task: Problem) -> Iterator[Placement]:
             largest = max(
                 fitting, key=lambda c: sum(task.weights[i].reserved_bytes for i in c.residents)
             )
-            for placement in homes(task, largest.residents, "sites")[:1]:
+            for placement in placements_of(task, largest.residents, "sites")[:1]:
                 if placement.link_of not in seen:
                     seen.add(placement.link_of)
                     yield placement
@@ -180,9 +180,9 @@ def best_with(
         if least_arena_bytes(reduced, placement)[0] > reduced.arena_limit_bytes:
             continue
         staged = best_staging(reduced, placement, reduced.arena_limit_bytes)
-        found = _sited(reduced, route, staged, limit_s)
-        if found is not None and fits(found):
-            best = found
+        candidate = _sited(reduced, route, staged, limit_s)
+        if candidate is not None and fits(candidate):
+            best = candidate
     return least_s, best
 
 
@@ -201,8 +201,8 @@ def searched(
     staged = search(
         reduced, strategies(reduced), reduced.arena_limit_bytes, most_work=_SEARCHED_WORK
     )
-    found = _sited(reduced, route, staged, best_s)
-    return found if found is not None and fits(found) else None
+    candidate = _sited(reduced, route, staged, best_s)
+    return candidate if candidate is not None and fits(candidate) else None
 
 
 def _in_time(
@@ -237,12 +237,12 @@ def _in_time(
                 break
             again = reordered(again, site_order(again.workload, sites, task.machine))
             chosen = frozenset(i for i, w in enumerate(again.weights) if w.name in names)
-            _, found = best_with(again, tier, chosen, limit_s, fits)
-            limit_s = found.seconds if found else limit_s
-            found = searched(again, tier, chosen, limit_s, fits) or found
-            if found is None:
+            _, candidate = best_with(again, tier, chosen, limit_s, fits)
+            limit_s = candidate.seconds if candidate else limit_s
+            candidate = searched(again, tier, chosen, limit_s, fits) or candidate
+            if candidate is None:
                 break
-            best, sites = found, found.op_sites
+            best, sites = candidate, candidate.op_sites
     return best
 
 
@@ -283,7 +283,7 @@ def _reduced(
     return replace(
         task,
         weights=tuple(weight for i, weight in enumerate(task.weights) if i not in sent),
-        idle_homes={**task.idle_homes, **{task.weights[i].name: tier for i in sent}},
+        unread_homes={**task.unread_homes, **{task.weights[i].name: tier for i in sent}},
         room_bytes=room,
         op_times_s=tuple(times_s),
         sums_s=tuple(running_sums(times_s)),

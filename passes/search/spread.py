@@ -83,7 +83,7 @@ def _fill(
         if not gains:
             return
         gain, taken, given = max(gains)
-        # From the middle of each list, where the even spread is disturbed least.
+        # From the middle of each list, where the even spread changes least.
         incoming = slow[taken][len(slow[taken]) // 2]
         source = link_of[incoming]
         assert source is not None

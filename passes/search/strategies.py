@@ -68,15 +68,15 @@ def strategies(problem: Problem) -> list[Family]:
 
 def family(problem: Problem, name: str) -> list[ResidentSet]:
     """Return the resident sets of one strategy without repetitions, from none resident to all."""
-    found = [
+    members = [
         member
         for order, least in _FAMILIES[name](problem)
         for member in Family(name, order, least).members()
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(members))
 
 
-def homes(problem: Problem, residents: frozenset[int], strategy: str) -> list[Placement]:
+def placements_of(problem: Problem, residents: frozenset[int], strategy: str) -> list[Placement]:
     """Return placements of a resident set; none where the slow tiers cannot hold the others.
 
     They differ in the links, the fastest alone, balanced in the order of use or spread evenly, and in
@@ -89,17 +89,17 @@ def homes(problem: Problem, residents: frozenset[int], strategy: str) -> list[Pl
         choices += [_balanced, spread]
     if len(problem.weights) >= MANY_WEIGHTS:
         choices.reverse()
-    found: dict[Placement, None] = {}
+    placements: dict[Placement, None] = {}
     for choose in choices:
         link_of = choose(problem, streamed)
         if link_of is None:
             continue
         for reach in _REACHES:
             kept = _near_intervals(problem, streamed, reach)
-            found[Placement(strategy=strategy, link_of=link_of, kept=kept)] = None
+            placements[Placement(strategy=strategy, link_of=link_of, kept=kept)] = None
         if len(problem.weights) >= MANY_WEIGHTS:
             break
-    return list(found)
+    return list(placements)
 
 
 Order = tuple[tuple[int, ...], int]

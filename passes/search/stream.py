@@ -41,9 +41,9 @@ from gascompile.passes.search.move_activations import (
 from gascompile.passes.search.refine import refine
 from gascompile.passes.search.schedule import Schedule
 from gascompile.passes.search.search import best_staging, search
-from gascompile.passes.search.share_arena import pin, pinned_residents
+from gascompile.passes.search.share_arena import residents_of, share_arena
 from gascompile.passes.search.sites import SitedSchedule, sites
-from gascompile.passes.search.strategies import family, homes, strategies
+from gascompile.passes.search.strategies import family, placements_of, strategies
 
 _CLEAR_GAIN = 0.1
 """Of the time without other sites: with less, the solver may find a plan without them that is as good."""
@@ -68,7 +68,7 @@ def stream(
     notes: list[str],
     strategy: str | None = None,
     reserved_bytes: int = 0,
-    pinned: Plan | None = None,
+    arena_of: Plan | None = None,
 ) -> tuple[Draft, Proof]:
     """Return the draft of the plan, and what no plan can beat: none that only moves weights, and none at all.
 
@@ -84,14 +84,16 @@ def stream(
     """
 
     def solve(task: Problem) -> FormSolution:
-        found, relaxed_s = (
-            (pin(task, pinned), 0.0) if pinned else _choose(task, strategy, effort.left_s, notes)
+        schedule, relaxed_s = (
+            (share_arena(task, arena_of), 0.0)
+            if arena_of
+            else _choose(task, strategy, effort.left_s, notes)
         )
-        proof = _prove(task, found.seconds, effort, notes, relaxed_s)
-        return FormSolution(task=task, schedule=found, proof=proof)
+        proof = _prove(task, schedule.seconds, effort, notes, relaxed_s)
+        return FormSolution(task=task, schedule=schedule, proof=proof)
 
     candidates = (
-        [same_form(workload, machine, pinned.workload)] if pinned else forms(workload, machine)
+        [same_form(workload, machine, arena_of.workload)] if arena_of else forms(workload, machine)
     )
     limits = budget.limits_bytes(machine)
     candidates = [
@@ -101,7 +103,7 @@ def stream(
     ]
     tasks = [problem(form, machine, budget, reserved_bytes=reserved_bytes) for form in candidates]
     first = None
-    if has_sites(workload.ops, machine) and strategy is None and pinned is None:
+    if has_sites(workload.ops, machine) and strategy is None and arena_of is None:
         first, gain = _sited(tasks, budget)
         if first is not None and gain >= _CLEAR_GAIN:
             return first, _site_proof(first, tasks, workload)
@@ -110,14 +112,14 @@ def stream(
     except InfeasiblePlanError as refusal:
         if first is not None:
             return first, _site_proof(first, tasks, workload)
-        if pinned is not None or strategy is not None:
+        if arena_of is not None or strategy is not None:
             raise
         return _with_moved_activations(tasks, solve, refusal, effort)
     draft = draft_schedule(
-        chosen.task, chosen.schedule, pinned_residents(pinned) if pinned else None
+        chosen.task, chosen.schedule, residents_of(arena_of) if arena_of else None
     )
     if not has_sites(workload.ops, machine):
-        return draft, _over_all(chosen.proof, tasks, draft, effort, one_form=bool(pinned))
+        return draft, _over_all(chosen.proof, tasks, draft, effort, one_form=bool(arena_of))
     if first is not None and first.seconds < draft.seconds:
         draft = first
     return draft, _site_proof(draft, tasks, workload)
@@ -203,9 +205,9 @@ def _sited(tasks: Sequence[Problem], budget: Budget) -> tuple[Draft | None, floa
         alone = search(task, strategies(task), task.arena_limit_bytes)
         plain_s = min(plain_s, alone.seconds if alone is not None else math.inf)
         limit_s = min(plain_s, best.seconds if best is not None else math.inf)
-        found = sites(task, limit_s, partial(_keeps_budget, task))
-        vain = 0 if found is not None or best is None else vain + 1
-        best = draft_sites(found) if found is not None else best
+        sited = sites(task, limit_s, partial(_keeps_budget, task))
+        vain = 0 if sited is not None or best is None else vain + 1
+        best = draft_sites(sited) if sited is not None else best
     for task in tasks:
         whole = all(parse_tile(op.name) is None for op in task.workload.ops)
         if task.arena_limit_bytes < 0 or not whole:
@@ -215,17 +217,17 @@ def _sited(tasks: Sequence[Problem], budget: Budget) -> tuple[Draft | None, floa
             problem, machine=task.machine, budget=budget, reserved_bytes=task.reserved_bytes
         )
         least_s = (1 - _PARTS_GAIN) * limit_s
-        found = divide_layers(task, least_s, partial(_keeps_budget, task), again)
-        best = draft_sites(found) if found is not None else best
+        sited = divide_layers(task, least_s, partial(_keeps_budget, task), again)
+        best = draft_sites(sited) if sited is not None else best
     if best is None or math.isinf(plain_s):
         return best, float(best is not None)
     return best, 1 - best.seconds / plain_s
 
 
-def _keeps_budget(task: Problem, found: SitedSchedule) -> bool:
+def _keeps_budget(task: Problem, sited: SitedSchedule) -> bool:
     """Whether what ops take at all sites, and what is copied between them, is within the budget."""
     return keeps_budget(
-        draft_sites(found), task.machine, task.limits_bytes, reserved_bytes=task.reserved_bytes
+        draft_sites(sited), task.machine, task.limits_bytes, reserved_bytes=task.reserved_bytes
     )
 
 
@@ -234,21 +236,23 @@ def _choose(
 ) -> tuple[Schedule, float]:
     """Return the best schedule of one strategy, or of all of them, and what the relaxation showed on the way."""
     least_arena_bytes = feasible(task).arena_bytes
-    found: Schedule | None = None
+    schedule: Schedule | None = None
     relaxed_s = 0.0
     if strategy == "ilp":
-        found, relaxed_s = refine(task, least_arena_bytes, None, time_limit_s=left_s())
+        schedule, relaxed_s = refine(task, least_arena_bytes, None, time_limit_s=left_s())
     elif strategy is not None:
-        found = _as_peer(task, strategy)
+        schedule = _as_peer(task, strategy)
     # A forced strategy may have nothing that fits a budget which others keep.
-    found = found or search(task, strategies(task), task.arena_limit_bytes, time_limit_s=left_s())
+    schedule = schedule or search(
+        task, strategies(task), task.arena_limit_bytes, time_limit_s=left_s()
+    )
     if strategy is None:
         try:
-            found, relaxed_s = refine(task, least_arena_bytes, found, time_limit_s=left_s())
+            schedule, relaxed_s = refine(task, least_arena_bytes, schedule, time_limit_s=left_s())
         except SolverError as error:
             notes.append(f"planned without the integer program: {error}")
-    assert found is not None, "a feasible problem has a schedule"
-    return found, relaxed_s
+    assert schedule is not None, "a feasible problem has a schedule"
+    return schedule, relaxed_s
 
 
 def _prove(
@@ -272,8 +276,8 @@ def _prove(
 def _as_peer(task: Problem, strategy: str) -> Schedule | None:
     """Return what the peer that ``strategy`` names does: keep as much as fits, stream the rest."""
     for candidate in reversed(family(task, strategy)):
-        for placement in homes(task, candidate.residents, strategy)[:1]:
-            found = best_staging(task, placement, task.arena_limit_bytes)
-            if found is not None:
-                return found
+        for placement in placements_of(task, candidate.residents, strategy)[:1]:
+            staged = best_staging(task, placement, task.arena_limit_bytes)
+            if staged is not None:
+                return staged
     return None

@@ -196,46 +196,48 @@ def _check_accounts(plan: Plan) -> None:
 
 
 def _check_certificate(plan: Plan) -> None:
-    found = plan.certificate
+    certificate = plan.certificate
     numbers = (
-        found.predicted_s,
-        found.lower_bound_s,
-        found.lower_bound_all_s,
-        found.limit_s,
-        found.gap,
-        found.solve_s,
+        certificate.predicted_s,
+        certificate.lower_bound_s,
+        certificate.lower_bound_all_s,
+        certificate.limit_s,
+        certificate.gap,
+        certificate.solve_s,
     )
     if not all(math.isfinite(number) and number >= 0 for number in numbers):
         refuse(f"the certificate holds {numbers}")
     seconds = replay_plan(plan).seconds
-    if not _close(seconds, found.predicted_s):
-        refuse(f"the plan predicts {found.predicted_s} s, its replay takes {seconds} s")
+    if not _close(seconds, certificate.predicted_s):
+        refuse(f"the plan predicts {certificate.predicted_s} s, its replay takes {seconds} s")
     limit_s, _ = least_time(plan.workload, plan.machine, plan.budget_bytes)
-    in_order = (limit_s, found.limit_s, found.lower_bound_s, found.predicted_s)
+    in_order = (limit_s, certificate.limit_s, certificate.lower_bound_s, certificate.predicted_s)
     if any(a > b * (1 + _TOLERANCE) for a, b in pairwise(in_order)):
         refuse(f"limit, lower bound and prediction are not in order: {in_order}")
-    if found.lower_bound_all_s > found.lower_bound_s * (1 + _TOLERANCE):
+    if certificate.lower_bound_all_s > certificate.lower_bound_s * (1 + _TOLERANCE):
         refuse(
-            f"the bound of everything, {found.lower_bound_all_s} s, is above that of {found.holds_over}"
+            f"the bound of everything, {certificate.lower_bound_all_s} s, is above that of {certificate.holds_over}"
         )
-    if found.holds_over not in {WEIGHTS, EVERYTHING}:
-        refuse(f"the certificate holds over '{found.holds_over}', which no bound does")
+    if certificate.holds_over not in {WEIGHTS, EVERYTHING}:
+        refuse(f"the certificate holds over '{certificate.holds_over}', which no bound does")
     gap = (
-        (found.predicted_s - found.lower_bound_s) / found.predicted_s if found.predicted_s else 0.0
+        (certificate.predicted_s - certificate.lower_bound_s) / certificate.predicted_s
+        if certificate.predicted_s
+        else 0.0
     )
-    if abs(gap - found.gap) > _TOLERANCE:
-        refuse(f"the certificate claims a gap of {found.gap}, its numbers give {gap}")
+    if abs(gap - certificate.gap) > _TOLERANCE:
+        refuse(f"the certificate claims a gap of {certificate.gap}, its numbers give {gap}")
     names = {"compute", *(link.name for link in plan.machine.links)}
-    if found.binding not in names:
-        refuse(f"the certificate names the resource '{found.binding}', which does not exist")
+    if certificate.binding not in names:
+        refuse(f"the certificate names the resource '{certificate.binding}', which does not exist")
 
 
 def _check_energy(plan: Plan) -> None:
     """Check the joules that a plan claims; older ones claim none."""
-    claimed, found = plan.energy, plan_energy(plan)
-    if claimed is None or (found is not None and _close(claimed.joules, found.joules)):
+    claimed, modelled = plan.energy, plan_energy(plan)
+    if claimed is None or (modelled is not None and _close(claimed.joules, modelled.joules)):
         return
-    refuse(f"the plan claims {claimed.joules} joules, its machine's model gives {found}")
+    refuse(f"the plan claims {claimed.joules} joules, its machine's model gives {modelled}")
 
 
 def _close(a: float, b: float) -> bool:

@@ -172,8 +172,8 @@ class LocalRanks:
         self.wait(missing, MEET_S)
         table = [list(self._words[at + slot : at + slot + _SLOT]) for at in self._starts]
         facts_of = [row[: 1 + _FACTS] for row in table]
-        if others := [r for r, found in enumerate(facts_of) if found != facts_of[0]]:
-            if any(found[0] != turn for found in facts_of):
+        if others := [r for r, of_rank in enumerate(facts_of) if of_rank != facts_of[0]]:
+            if any(of_rank[0] != turn for of_rank in facts_of):
                 # It has failed, and makes its next call.
                 self._raise_failure()
             named = ", ".join(str(self.names[other]) for other in others)
@@ -316,9 +316,9 @@ class LocalRanks:
         """Return what ``make`` returns on rank 0; the others wait, and do not call it."""
         made = make() if self.rank == 0 else None
         memory = self._handed(what, 0, made)
-        found = memory[:]
+        content = memory[:]
         memory.close()
-        return found
+        return content
 
     def _handed(self, what: str, size_bytes: int, content: bytes | None) -> mmap.mmap:
         words, first, handle = self._words, self._starts[0], -1
@@ -328,9 +328,9 @@ class LocalRanks:
                 os.ftruncate(handle, max(size_bytes, len(content or b""), 1))
                 if content:
                     os.pwrite(handle, content, 0)
-                found = os.fstat(handle)
-                words[first + _HANDLE], words[first + _INODE] = handle, found.st_ino
-                words[first + _NUM_BYTES] = found.st_size
+                stat = os.fstat(handle)
+                words[first + _HANDLE], words[first + _INODE] = handle, stat.st_ino
+                words[first + _NUM_BYTES] = stat.st_size
             told = self.meet(what, str(size_bytes), (self.num_memories,))
             self.num_memories = 1 + max(count for (count,) in told)
             if self.rank != 0:
@@ -392,8 +392,8 @@ def open_handed(process: int, descriptor: int, inode: int) -> int:
     Raises:
         OSError: it cannot be opened, or is something else: the process runs in another container.
     """
-    found = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-    if os.fstat(found).st_ino != inode:
-        os.close(found)
+    handle = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    if os.fstat(handle).st_ino != inode:
+        os.close(handle)
         raise OSError(f"process {process} is in another container")
-    return found
+    return handle

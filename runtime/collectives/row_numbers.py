@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import prod
 
 import torch
 
@@ -153,27 +152,16 @@ def require_in_pieces(law: str, dtype: torch.dtype) -> None:
         UnsupportedOpError: it draws other numbers in pieces than at once.
     """
     with torch.random.fork_rng(devices=()):
-        found, states = [], []
+        draws, states = [], []
         for cuts in ((0, 1003), (0, 16, 320, 1003)):
             torch.manual_seed(7)
             values = torch.empty(1003, dtype=dtype)
             for begin, end in itertools.pairwise(cuts):
                 LAWS[law](values[begin:end], _PLAIN[law])
-            found.append(values)
+            draws.append(values)
             states.append(torch.get_rng_state())
-    if not torch.equal(*found) or not torch.equal(*states):
+    if not torch.equal(*draws) or not torch.equal(*states):
         raise UnsupportedOpError(
             f"torch draws {law} numbers of {dtype} on this processor at once and not one by one, so that a rank cannot "
             "draw those of its rows alone: train without dropout, or in one process"
         )
-
-
-def elements(shape: Sequence[int], dim: int, rows: int) -> tuple[int, int]:
-    """Return how often all rows come in a contiguous tensor, and the elements of a row each time.
-
-    Args:
-        shape: of the tensor.
-        dim: whose coordinates are rows, or several in turn for each row.
-        rows: of this rank.
-    """
-    return prod(shape[:dim]), prod(shape[dim:]) // rows

@@ -26,7 +26,7 @@ from gascompile.runtime.devices.probe import (
     device_memory,
     require_memory,
 )
-from gascompile.runtime.kernels.on_wire import install as install_wire_kernels
+from gascompile.runtime.kernels.packed_triton import install as install_packed_kernels
 from gascompile.runtime.memory.arena import Arena
 from gascompile.runtime.memory.early_memory import EarlyMemory
 from gascompile.runtime.protocols import Booking, Event, Instant
@@ -195,7 +195,7 @@ class CudaDevice:
 
     def __init__(self, index: int | None = None, *, api: CudaApi | None = None) -> None:
         """Use a device; ``api`` is what stands in for CUDA where there is no GPU."""
-        install_wire_kernels()
+        install_packed_kernels()
         self._api = api or CudaApi()
         self._cuda = self._api.runtime
         self.torch_device = self._api.device(index)
@@ -213,8 +213,8 @@ class CudaDevice:
         try:
             memory = self._api.empty(size_bytes, self.torch_device)
         except torch.OutOfMemoryError as error:
-            found = device_memory(cuda=self._cuda)
-            require_memory(found, size_bytes, device=str(self.torch_device))
+            memory_of_device = device_memory(cuda=self._cuda)
+            require_memory(memory_of_device, size_bytes, device=str(self.torch_device))
             raise self.out_of_memory(f"an arena of {format_size(size_bytes)}", error) from error
         # What had the memory before, on whichever stream, is done with it.
         self._cuda.synchronize(self.torch_device)
@@ -277,13 +277,13 @@ class CudaDevice:
 
     def out_of_memory(self, what: str, error: BaseException) -> DeviceError:
         """Return what to raise where torch could not allocate ``what``."""
-        found = device_memory(cuda=self._cuda)
-        used_bytes = found.total_bytes - found.free_bytes
-        others_bytes = max(used_bytes - found.own_bytes, 0)
+        memory = device_memory(cuda=self._cuda)
+        used_bytes = memory.total_bytes - memory.free_bytes
+        others_bytes = max(used_bytes - memory.own_bytes, 0)
         return DeviceError(
-            f"{self.torch_device} has no room for {what}: of {format_size(found.total_bytes)} torch holds "
-            f"{format_size(found.own_bytes)} in this process, other processes, contexts and libraries "
-            f"{format_size(others_bytes)}, {format_size(found.free_bytes)} are free ({error}). Stop what "
+            f"{self.torch_device} has no room for {what}: of {format_size(memory.total_bytes)} torch holds "
+            f"{format_size(memory.own_bytes)} in this process, other processes, contexts and libraries "
+            f"{format_size(others_bytes)}, {format_size(memory.free_bytes)} are free ({error}). Stop what "
             "nvidia-smi lists, or pass a smaller budget",
             cause=DEVICE_MEMORY,
         )

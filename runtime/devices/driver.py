@@ -58,15 +58,15 @@ class CudaDriver:
         Raises:
             DeviceError: the image lacks it, or the device has not so much.
         """
-        found = ctypes.c_void_p()
+        handle = ctypes.c_void_p()
         code = self._library.cuModuleGetFunction(
-            ctypes.byref(found), ctypes.c_void_p(module), symbol.encode()
+            ctypes.byref(handle), ctypes.c_void_p(module), symbol.encode()
         )
         self._check(code, f"find the function '{symbol}'")
         if shared_bytes > _PLAIN_SHARED_BYTES:
-            code = self._library.cuFuncSetAttribute(found, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes)
+            code = self._library.cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes)
             self._check(code, f"give '{symbol}' {shared_bytes} bytes of shared memory")
-        return int(found.value or 0)
+        return int(handle.value or 0)
 
     def launcher(
         self,

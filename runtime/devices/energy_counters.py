@@ -88,7 +88,7 @@ def energy_counters(device: torch.device, folder: Path = POWERCAP) -> Counters:
 def package_counters(folder: Path = POWERCAP) -> Counters:
     """Return the counter of each processor package in ``folder``, or why there are none."""
     zones = [z for z in sorted(folder.glob("intel-rapl:*")) if z.name.count(":") == 1]
-    found: list[EnergyCounter] = []
+    counters: list[EnergyCounter] = []
     for zone in zones:
         try:
             name = (zone / "name").read_text().strip()
@@ -101,12 +101,12 @@ def package_counters(folder: Path = POWERCAP) -> Counters:
             return Counters(reason=f"{zone / 'energy_uj'} may not be read by this user")
         except (OSError, ValueError) as error:
             return Counters(reason=f"{zone} cannot be read: {error}")
-        found.append(EnergyCounter(name=f"RAPL {name}", range_j=range_j, read_j=read))
-    if not found:
+        counters.append(EnergyCounter(name=f"RAPL {name}", range_j=range_j, read_j=read))
+    if not counters:
         return Counters(
             reason=f"no package is in {folder}: the kernel or a virtual machine hides it"
         )
-    return Counters(of=tuple(found))
+    return Counters(of=tuple(counters))
 
 
 def gpu_counters(device: torch.device, nvml: ModuleType | None = None) -> Counters:

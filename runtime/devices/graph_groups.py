@@ -1,6 +1,6 @@
 """Divides the steps of a run into groups that a graph can hold and those that run on the host between them.
 
-A group ends where the host has to act: a wait, a prefetch, a read of rows. The end of a visit is nothing but
+A group ends where the host has to act: a wait, a prefetch, a read of rows. The release of a staged copy is nothing but
 a note of the host's, so it is put off to the end of the group that it falls into.
 """
 

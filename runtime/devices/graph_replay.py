@@ -69,13 +69,13 @@ class Replay:
             values[slot] = value
 
     def _changed(self, known: str, value: Value) -> PlanMismatchError:
-        found = (
+        given = (
             f"{value.dtype} {list(value.shape)}"
             if isinstance(value, torch.Tensor)
             else f"{value!r:.60}"
         )
         return PlanMismatchError(
-            f"the graph of the ops {self._name} was captured for {known} and is given {found}; "
+            f"the graph of the ops {self._name} was captured for {known} and is given {given}; "
             'compile with graphs="off"'
         )
 

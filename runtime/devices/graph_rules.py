@@ -19,7 +19,7 @@ from gascompile.core import moves
 Value = Any
 
 MOVE: Final = "it is a move, which the host has to make"
-RELEASE: Final = "it is the end of a visit, which takes nothing of the device"
+RELEASE: Final = "it releases a staged copy, which takes nothing of the device"
 ARRIVAL: Final = "it awaits a resident weight, once"
 VALUES: Final = "its result depends on values"
 RANDOM: Final = "it draws random numbers"
@@ -105,13 +105,13 @@ def value_reason(trait: Trait, values: Sequence[Value], result: Value, device: t
 
 def tensors_in(values: Sequence[Value]) -> list[torch.Tensor]:
     """Return the tensors among ``values`` and in the lists and tuples among them."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, list | tuple):
-            found += tensors_in(value)
-    return found
+            tensors += tensors_in(value)
+    return tensors
 
 
 def _indices(values: Sequence[Value]) -> list[torch.Tensor]:

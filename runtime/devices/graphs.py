@@ -95,12 +95,12 @@ class GraphRuns:
     @property
     def report(self) -> GraphReport:
         """How many ops run in how many graphs, or why none does."""
-        found = self._captured
+        captured = self._captured
         return GraphReport(
-            num_ops=found.num_ops if found is not None else 0,
-            num_graphs=found.num_graphs if found is not None else 0,
+            num_ops=captured.num_ops if captured is not None else 0,
+            num_graphs=captured.num_graphs if captured is not None else 0,
             num_all_ops=len(self._plan.ops),
-            reason="" if found is not None else self._reason,
+            reason="" if captured is not None else self._reason,
         )
 
     @property
@@ -290,8 +290,8 @@ class GraphRuns:
         )
         if self._session.store is not None:
             read = {slot for group in groups for step in group.steps for slot in step.trait.reads}
-            found = tensors_in([self._plain.slots[slot] for slot in sorted(read)])
-            self._addresses = [(tensor, tensor.data_ptr()) for tensor in found]
+            tensors = tensors_in([self._plain.slots[slot] for slot in sorted(read)])
+            self._addresses = [(tensor, tensor.data_ptr()) for tensor in tensors]
 
     def _replay(self, i: int, values: list[Value]) -> None:
         try:

@@ -109,7 +109,7 @@ def look(
         problem=" ".join(str(warning.message).partition("\n")[0] for warning in said),
         names=names if is_available else (),
         triton=_version("triton"),
-        kvikio=next((found for name in _KVIKIO if (found := _version(name))), ""),
+        kvikio=next((version for name in _KVIKIO if (version := _version(name))), ""),
         nvidia_fs=_nvidia_fs(root),
         has_udev=os.access(root / "run" / "udev", os.R_OK),
         memlock_bytes=None if soft_limit == resource.RLIM_INFINITY else soft_limit,
@@ -220,17 +220,17 @@ def device_memory(*, cuda: Any = torch.cuda) -> DeviceMemory:
     )
 
 
-def require_memory(found: DeviceMemory, needed_bytes: int, *, device: str) -> None:
+def require_memory(memory: DeviceMemory, needed_bytes: int, *, device: str) -> None:
     """Return if ``needed_bytes`` of the device are free; raises ``DeviceError`` that says who has the rest."""
-    if needed_bytes <= found.free_bytes:
+    if needed_bytes <= memory.free_bytes:
         return
-    used_bytes = found.total_bytes - found.free_bytes
-    others_bytes = max(used_bytes - found.own_bytes, 0)
+    used_bytes = memory.total_bytes - memory.free_bytes
+    others_bytes = max(used_bytes - memory.own_bytes, 0)
     raise DeviceError(
-        f"the plan needs {format_size(needed_bytes)} of {device}, of whose {format_size(found.total_bytes)} only "
-        f"{format_size(found.free_bytes)} are free: torch holds {format_size(found.own_bytes)} in this process, "
+        f"the plan needs {format_size(needed_bytes)} of {device}, of whose {format_size(memory.total_bytes)} only "
+        f"{format_size(memory.free_bytes)} are free: torch holds {format_size(memory.own_bytes)} in this process, "
         f"other processes, contexts and libraries hold {format_size(others_bytes)}. Stop what nvidia-smi lists, or "
-        f"pass a budget of {found.free_bytes} bytes or less",
+        f"pass a budget of {memory.free_bytes} bytes or less",
         cause=DEVICE_MEMORY,
     )
 
@@ -240,16 +240,16 @@ def _driver(root: Path) -> str:
     if not text:
         # In WSL the driver is the one of Windows.
         return "of Windows" if (root / "dev" / "dxg").exists() else ""
-    found = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", text)
-    return found[1] if found else "loaded"
+    version = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", text)
+    return version[1] if version else "loaded"
 
 
 def _nvidia_fs(root: Path) -> str:
     if not (root / "proc" / "driver" / "nvidia-fs").is_dir():
         return ""
     text = _text(root / "proc" / "driver" / "nvidia-fs" / "version")
-    found = re.search(r"\d+\.\d+(?:\.\d+)?", text)
-    return found[0] if found else "loaded"
+    version = re.search(r"\d+\.\d+(?:\.\d+)?", text)
+    return version[0] if version else "loaded"
 
 
 def _text(path: Path) -> str:

@@ -37,9 +37,9 @@ def decoded_signed(code, scale, offset: tl.constexpr):
 def scale_of(values):
     """Return the scales of rows of values without signs, as a column."""
     # As integers, whose largest is a NaN's where there is one.
-    found = tl.max(values.to(tl.int32, bitcast=True), axis=1) >> _OCTAVE
-    found = found + (found > 0).to(tl.int32)
-    return tl.where(found > _LARGEST_SCALE, _NOT_FINITE, found)[:, None]
+    scale = tl.max(values.to(tl.int32, bitcast=True), axis=1) >> _OCTAVE
+    scale = scale + (scale > 0).to(tl.int32)
+    return tl.where(scale > _LARGEST_SCALE, _NOT_FINITE, scale)[:, None]
 
 
 @triton.jit

@@ -185,8 +185,8 @@ def _function(library: ctypes.CDLL, symbol: str, num_arguments: int) -> Callable
         raise StorageError(f"the fused kernels lack the function '{symbol}'") from error
     function.argtypes = (ctypes.c_void_p,) * num_arguments
     function.restype = None
-    found: Callable[..., None] = function
-    return found
+    typed: Callable[..., None] = function
+    return typed
 
 
 def one_by_one(
@@ -201,11 +201,11 @@ def one_by_one(
             needed.update(node.all_input_nodes)
 
     def call(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        found: dict[fx.Node, Any] = dict(zip(inputs, values, strict=True))
+        value_of: dict[fx.Node, Any] = dict(zip(inputs, values, strict=True))
         for node in order:
             assert callable(node.target)
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), found.__getitem__)
-            found[node] = node.target(*args, **kwargs)
-        return tuple(found[node] for node in outputs)
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), value_of.__getitem__)
+            value_of[node] = node.target(*args, **kwargs)
+        return tuple(value_of[node] for node in outputs)
 
     return call

@@ -1,7 +1,7 @@
-"""Products with weights on the wire by compiled code: what ``wire_ops`` calls once it is installed.
+"""Products with packed weights by compiled code: what ``formats.ops`` calls once it is installed.
 
 The library is loaded from a file; who makes that file is no matter of the runtime. Where a shape or dtype is not for
-it, ``wire_ops`` computes in plain torch.
+it, ``formats.ops`` computes in plain torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from gascompile.core.own_files import load_own
-from gascompile.formats import ops as wire_ops
+from gascompile.formats import ops as format_ops
 from gascompile.formats.layout import BLOCKS, FORMS, LOW_BITS, PACKED_FORMS, packed_parts, row_bytes
 from gascompile.formats.packings import WORD_BITS, Packing
 from gascompile.formats.unpack import fp8_table
@@ -70,7 +70,7 @@ class _Apart(ctypes.Structure):
     )
 
 
-class WireKernels:
+class PackedKernels:
     """The functions of the library; each says whether it did the work."""
 
     def __init__(self, path: Path) -> None:
@@ -259,10 +259,10 @@ def _is_rows(weight: torch.Tensor, columns: int, form: str, group: int) -> bool:
 
 
 def install(path: Path) -> None:
-    """Let all products with weights on the wire in this process use the library at ``path``.
+    """Let all products with packed weights in this process use the library at ``path``.
 
     Raises:
         OSError: it is no library of this machine.
         AttributeError: it is another one.
     """
-    wire_ops.use_kernels(WireKernels(path))
+    format_ops.use_kernels(PackedKernels(path))

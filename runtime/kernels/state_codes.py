@@ -155,23 +155,23 @@ def encode(
 
 def _scales(largest: torch.Tensor) -> torch.Tensor:
     """Return each block's scale, int32: exponents of float32 that all values lie below."""
-    found = largest.view(torch.int32).bitwise_right_shift_(OCTAVE)
-    found.add_(found > 0)
-    return found.masked_fill_(found > LARGEST_SCALE, NOT_FINITE)
+    scales = largest.view(torch.int32).bitwise_right_shift_(OCTAVE)
+    scales.add_(scales > 0)
+    return scales.masked_fill_(scales > LARGEST_SCALE, NOT_FINITE)
 
 
 def coded(values: torch.Tensor, code: Code) -> torch.Tensor:
     """Return all bytes of a float32 vector, each value rounded to the nearest."""
-    found = torch.empty(coded_bytes(values.numel()), dtype=torch.uint8, device=values.device)
+    out = torch.empty(coded_bytes(values.numel()), dtype=torch.uint8, device=values.device)
     padded = values.new_zeros(num_blocks(values.numel()), BLOCK)
     padded.view(-1)[: values.numel()] = values
-    encode(padded, *parts(found), code)
-    return found
+    encode(padded, *parts(out), code)
+    return out
 
 
-def decoded(found: torch.Tensor, num_values: int, code: Code) -> torch.Tensor:
+def decoded(coded_values: torch.Tensor, num_values: int, code: Code) -> torch.Tensor:
     """Return the ``num_values`` float32 values of coded bytes."""
-    codes, scales = parts(found)
-    out = torch.empty(codes.shape, dtype=torch.float32, device=found.device)
+    codes, scales = parts(coded_values)
+    out = torch.empty(codes.shape, dtype=torch.float32, device=coded_values.device)
     decode(codes, scales, out, torch.empty_like(codes, dtype=torch.int32), code)
     return out.view(-1)[:num_values]

@@ -166,10 +166,10 @@ def adam_coded(
         raise ValueError(
             f"{count} elements at once in CPU memory; pass pieces of {state_codes.DITHERS} at most"
         )
-    found = workspace or Workspace(count, options.step)
+    space = workspace or Workspace(count, options.step)
     blocks = state_codes.num_blocks(count)
-    mean, square = found.mean[:blocks], found.square[:blocks]
-    scratch, dither = found.scratch[:blocks], found.dither[: blocks * BLOCK]
+    mean, square = space.mean[:blocks], space.square[:blocks]
+    scratch, dither = space.scratch[:blocks], space.dither[: blocks * BLOCK]
     (mean_codes, mean_scales), (square_codes, square_scales) = states
     state_codes.decode(mean_codes, mean_scales, mean, scratch, SIGNED)
     state_codes.decode(square_codes, square_scales, square, scratch, UNSIGNED)

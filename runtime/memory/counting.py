@@ -64,8 +64,8 @@ class Count:
 
     def mark(self) -> int:
         """Let ``peak_bytes`` begin anew; return what is alive."""
-        found: int = self._library.gascompile_count_mark(self._run)
-        return found
+        alive_bytes: int = self._library.gascompile_count_mark(self._run)
+        return alive_bytes
 
     def adjust(self, change_bytes: int) -> None:
         """Take note of memory that came from elsewhere, or that went though it was never counted."""
@@ -73,8 +73,8 @@ class Count:
 
     def size_of(self, address: int) -> int:
         """Return the bytes of the block that begins at ``address``; 0 if it is none of this run."""
-        found: int = self._library.gascompile_count_size(self._run, address)
-        return found
+        size_bytes: int = self._library.gascompile_count_size(self._run, address)
+        return size_bytes
 
     def end(self) -> None:
         """Count nothing more."""

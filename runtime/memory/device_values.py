@@ -203,15 +203,15 @@ class DeviceValues(Persistent):
         host.take(outside.blocks)
 
     def value(self, name: str) -> torch.Tensor:
-        found = self._blank(name)
-        self._fetch(name, found.untyped_storage())
-        return found
+        copy = self._blank(name)
+        self._fetch(name, copy.untyped_storage())
+        return copy
 
     def _blank(self, name: str) -> torch.Tensor:
         """Return a tensor of the host with a tensor's layout and memory for its value."""
         tensor, storage = self.tensors[name], torch.UntypedStorage(self.sizes[name])
-        found = torch.empty(0, dtype=tensor.dtype)
-        return found.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        blank = torch.empty(0, dtype=tensor.dtype)
+        return blank.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def outline(self, name: str) -> torch.Tensor:
         tensor = self.tensors[name]
@@ -329,10 +329,10 @@ def _twin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor of the same layout on a device, without memory."""
     source = tensor.untyped_storage()
     storage = torch.UntypedStorage(source.nbytes(), device=device)
-    found = torch.empty(0, dtype=tensor.dtype, device=device)
-    found.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    twin = torch.empty(0, dtype=tensor.dtype, device=device)
+    twin.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
     storage.resize_(0)
-    return found
+    return twin
 
 
 def _apart(size_bytes: int) -> torch.UntypedStorage:

@@ -89,8 +89,8 @@ class Pages:
 
     def capacity(self, address: int) -> int:
         """Return how many bytes from ``address`` on belong to the block that begins there; 0 if none does."""
-        found: int = self._library.gascompile_pages_capacity(address)
-        return found
+        size_bytes: int = self._library.gascompile_pages_capacity(address)
+        return size_bytes
 
     def lane(self) -> RingLane:
         """Return a new thread that moves blocks to files, or back.

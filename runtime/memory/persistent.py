@@ -263,8 +263,8 @@ class Persistent:
                 return tensor.detach().clone()
             storage = torch.UntypedStorage(self.sizes[name])
             self._spill.read(name, storage).wait()
-        found = torch.empty(0, dtype=tensor.dtype)
-        return found.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        copy = torch.empty(0, dtype=tensor.dtype)
+        return copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[None]:

@@ -59,13 +59,13 @@ def crossing_slots(plan: Plan) -> dict[str, tuple[int, int]]:
     No two share any: neither side ever waits for the other to be done with one.
     """
     sites = plan_sites(plan)
-    found: dict[str, tuple[int, int]] = {}
+    slots: dict[str, tuple[int, int]] = {}
     offset = 0
     for step in plan.steps if sites is not None else ():
         if isinstance(step, (Offload, Reload)) and sites is not None and sites.is_crossing(step):
-            found[step.tensor] = (offset, step.size_bytes)
+            slots[step.tensor] = (offset, step.size_bytes)
             offset += align_up(step.size_bytes, PAGE_BYTES)
-    return found
+    return slots
 
 
 def host_bytes(plan: Plan) -> int:
@@ -79,11 +79,13 @@ def host_bytes(plan: Plan) -> int:
 
 def gathered_here(plan: Plan) -> dict[str, int]:
     """Return the weights of which ops take rows from the host's memory, with the first such op."""
-    found: dict[str, int] = {}
+    first_op: dict[str, int] = {}
     for i, op in enumerate(plan.workload.ops):
         if op.gather_tier == HOST:
-            found |= {name: i for name in op.gathers if name not in op.reads and name not in found}
-    return found
+            first_op |= {
+                name: i for name in op.gathers if name not in op.reads and name not in first_op
+            }
+    return first_op
 
 
 def host_first_use(plan: Plan) -> dict[str, int]:

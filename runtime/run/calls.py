@@ -154,7 +154,7 @@ def returns_its_first(target: Value) -> bool:
 def owning(function: Callable[..., Value]) -> Callable[..., Value]:
     """Return ``function`` with results that share no memory with its arguments, as the plan has it.
 
-    A view would outlive the visit of the weight that it lies in, or keep more memory than planned.
+    A view would outlive the staged copy of the weight that it lies in, or keep more memory than planned.
     """
 
     def call(*values: Value) -> Value:

@@ -122,14 +122,14 @@ class CountedRuns:
 
 def log_excess(plan: Plan, op: int, real_bytes: int) -> None:
     """Warn of an op that passed the budget, where that is let go."""
-    found = budget_exceeded(plan, op, real_bytes)
+    excess = budget_exceeded(plan, op, real_bytes)
     _log.warning(
         "op '%s' took %d bytes, for which %d are planned: the run passed the budget of %d bytes for tier '%s'",
-        found.op,
-        found.real_bytes,
-        found.planned_bytes,
-        found.budget_bytes,
-        found.tier,
+        excess.op,
+        excess.real_bytes,
+        excess.planned_bytes,
+        excess.budget_bytes,
+        excess.tier,
     )
 
 

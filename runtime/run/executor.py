@@ -75,7 +75,7 @@ class Executor:
             plan: a verified plan.
             overlap: ``False`` reads each weight where it is waited for, and never ahead; results are
                 bit-identical, which makes it the twin to debug with.
-            paranoid: spoil the bytes of a visit when it ends, so that a wrong schedule shows in results;
+            paranoid: spoil the bytes of a staged copy after its last use, so that a wrong schedule shows in results;
                 on a watched device every access to the arena is checked, too.
             measure: ``False`` leaves out ``last_run``: a run of a device then returns once everything has
                 been given to it, and nothing ever blocks the host but what is not yet read.
@@ -263,10 +263,10 @@ class Executor:
             time_s = time.perf_counter() - start_s
             if schedule is self._schedule and self._graphs is None:
                 self._written_out.ran(schedule, time_s)
-            found = self._report(time_s, live_bytes, is_counted=count is not None)
+            report = self._report(time_s, live_bytes, is_counted=count is not None)
             if (joules := self._energy.taken_j(before_j, time_s)) is not None:
-                found = replace(found, energy=Energy(joules=joules, source=self._energy.source))
-            self.last_run = found
+                report = replace(report, energy=Energy(joules=joules, source=self._energy.source))
+            self.last_run = report
         self.mover.end()
         return outputs
 
@@ -329,10 +329,10 @@ class Executor:
         except BaseException as error:
             if straight is not None:
                 op = straight.where(error, values)
-            found = self._explained(error, op, values)
-            if found is error:
+            explained = self._explained(error, op, values)
+            if explained is error:
                 raise
-            raise found from error
+            raise explained from error
 
     def _explained(self, error: BaseException, op: int, values: list[Any]) -> BaseException:
         """Return what to raise for an error of an op."""

@@ -154,7 +154,7 @@ class LastingSession(Session):
         def value() -> torch.Tensor:
             if self._is_ending():
                 return self.taken.tensors[name].detach().clone()
-            return self._settled_store().value(name)
+            return self._drained_store().value(name)
 
         return self._turn.take(value)
 
@@ -165,9 +165,9 @@ class LastingSession(Session):
             if self._is_ending():
                 self.taken.tensors[name].detach().copy_(value)
                 return
-            store = self._settled_store()
+            store = self._drained_store()
             # The next run brings about what the plan expects of it.
-            self._user, self._settled = None, True
+            self._user, self._is_drained = None, True
             self.keeper.do(partial(store.assign, name, value))
 
         self._turn.take(assign)
@@ -175,7 +175,7 @@ class LastingSession(Session):
     def end(self) -> None:
         """Give the states back, and everything else."""
         if self.is_open:
-            self._settled_store()
+            self._drained_store()
         super().end()
 
     def _is_ending(self) -> bool:
@@ -185,7 +185,7 @@ class LastingSession(Session):
         self.end()
         return True
 
-    def _settled_store(self) -> Persistent:
+    def _drained_store(self) -> Persistent:
         """Return what has the states, with nothing under way."""
         require_life(self._life, "the session that has the model's states")
         self.keeper.wait()
@@ -238,8 +238,8 @@ def _store(
 
 def _without_memory(like: torch.Tensor) -> torch.Tensor:
     storage = torch.UntypedStorage(0)
-    found = torch.empty(0, dtype=like.dtype)
+    empty = torch.empty(0, dtype=like.dtype)
     storage.resize_(like.untyped_storage().nbytes())
-    found.set_(storage, like.storage_offset(), like.shape, like.stride())
+    empty.set_(storage, like.storage_offset(), like.shape, like.stride())
     storage.resize_(0)
-    return found
+    return empty

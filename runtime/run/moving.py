@@ -28,7 +28,7 @@ def moving(graph: fx.Graph, plan: Plan, stored: Collection[str]) -> frozenset[fx
     """
     if not stored:
         return frozenset()
-    found = {
+    moved = {
         value
         for node in graph.nodes
         if node.target in moves.HEAP_MOVES
@@ -41,14 +41,14 @@ def moving(graph: fx.Graph, plan: Plan, stored: Collection[str]) -> frozenset[fx
             for read in node.all_input_nodes:
                 neighbours.setdefault(read, []).append(node)
                 neighbours.setdefault(node, []).append(read)
-    pending = list(found)
+    pending = list(moved)
     while pending:
-        fresh = [n for n in neighbours.get(pending.pop(), ()) if n not in found]
-        found.update(fresh)
+        fresh = [n for n in neighbours.get(pending.pop(), ()) if n not in moved]
+        moved.update(fresh)
         pending += fresh
     changing = {op.name for op in plan.workload.ops if not set(op.writes).isdisjoint(stored)}
-    found.update(n for n in graph.nodes if n.op == "call_function" and op_name(n) in changing)
-    return frozenset(found)
+    moved.update(n for n in graph.nodes if n.op == "call_function" and op_name(n) in changing)
+    return frozenset(moved)
 
 
 def steady(nodes: Sequence[fx.Node], trait: Trait, moving: AbstractSet[fx.Node]) -> Trait:

@@ -102,9 +102,9 @@ def _fetch(argument: Value, index: Callable[[Value], int]) -> Callable[[list[Val
 
 def has_node(argument: Value) -> bool:
     """Return whether there is a node in an argument."""
-    found: list[fx.Node] = []
-    fx.node.map_arg(argument, found.append)
-    return bool(found)
+    nodes: list[fx.Node] = []
+    fx.node.map_arg(argument, nodes.append)
+    return bool(nodes)
 
 
 def last_users(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
@@ -113,8 +113,8 @@ def last_users(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     for node in graph.nodes:
         for argument in node.all_input_nodes:
             last[argument] = node
-    found: dict[fx.Node, list[fx.Node]] = {}
+    frees: dict[fx.Node, list[fx.Node]] = {}
     for argument, user in last.items():
         if user.op != "output":
-            found.setdefault(user, []).append(argument)
-    return found
+            frees.setdefault(user, []).append(argument)
+    return frees

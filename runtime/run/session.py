@@ -142,7 +142,7 @@ class Session:
         self._shut_down = weakref.finalize(self, self._parts.close)
         self._turn, self.sharers = Turn(), weakref.WeakSet[Sharer]()
         # Before the first run only resident weights are on their way: there is nothing to drain.
-        self._closed, self._settled = False, True
+        self._closed, self._is_drained = False, True
         self._views: dict[tuple[str, int], torch.Tensor] = {}
         self._residents = Residents(
             self.engine,
@@ -239,9 +239,9 @@ class Session:
         """
         if self.store is None and not any(isinstance(step, Offload) for step in plan.steps):
             return None
-        found = HeapMoves(self, plan)
-        self.heaps.append(found)
-        return found
+        heap = HeapMoves(self, plan)
+        self.heaps.append(heap)
+        return heap
 
     @property
     def fixed_bytes(self) -> int:
@@ -344,8 +344,8 @@ class Session:
         self._files.check()
         self.kept.push()
         warm = self._user is user
-        restart = not warm and not self._settled
-        self._user, self._settled = None, False
+        restart = not warm and not self._is_drained
+        self._user, self._is_drained = None, False
         try:
             if restart:
                 self._restart()
@@ -374,7 +374,7 @@ class Session:
     def leave(self, user: object) -> None:
         """Let the next run start afresh, where the last one was of ``user`` and nothing of it is under way."""
         if self._user is user:
-            self._user, self._settled = None, True
+            self._user, self._is_drained = None, True
 
     def close(self) -> None:
         """Stop the reads, close the files and give the memory back; idempotent, to be repeated if interrupted."""

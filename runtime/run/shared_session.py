@@ -50,7 +50,7 @@ class SharedSession(Session):
 
     def _agree(self, user: object, engine: SharedEngine) -> None:
         """Go on where all ranks can, else let all start afresh."""
-        stands = _WARM if self._user is user else _NEW if self._settled else _COLD
+        stands = _WARM if self._user is user else _NEW if self._is_drained else _COLD
         told = self.ranks.meet("how weights lie in their files", self._lie(), (stands,))
         if {state for (state,) in told} not in ({_WARM}, {_NEW}):
             self._cool()
@@ -67,4 +67,4 @@ class SharedSession(Session):
     def _cool(self) -> None:
         """End what is under way: the next run starts afresh."""
         self._drain()
-        self._user, self._settled = None, False
+        self._user, self._is_drained = None, False

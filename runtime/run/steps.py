@@ -157,7 +157,7 @@ class _Builder(SiteSteps):
             self._detach(self._slot_of[node])
 
     def _detach(self, slot: int) -> None:
-        """Copy an output that lies in the arena at once: its visit may end before the run does."""
+        """Copy an output that lies in the arena at once: the copy there may be released before the run ends."""
         call, trait = self._mover.out_of_arena, Trait((slot,), "")
         self._steps.append(RunStep(call, only(slot), slot, None, (), self._next_op, trait))
 
@@ -327,11 +327,11 @@ class _Builder(SiteSteps):
 
 def _written_inputs(output: fx.Node) -> dict[fx.Node, fx.Node]:
     """Return, of what a graph returns, the nodes that are inputs which ops have written to, and these inputs."""
-    found = {}
+    written = {}
     for node in output.all_input_nodes:
         source: Value = node
         while isinstance(source, fx.Node) and returns_its_first(source.target):
             source = source.args[0]
         if source is not node and isinstance(source, fx.Node) and source.op == "placeholder":
-            found[node] = source
-    return found
+            written[node] = source
+    return written

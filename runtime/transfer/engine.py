@@ -276,7 +276,7 @@ class _Reads:
                 )
             done += count
         if hasattr(os, "posix_fadvise"):
-            # Weights are read once per visit: kept pages would only push out what others need.
+            # Weights are read once per staged copy: kept pages would only push out what others need.
             length = piece.needed_bytes - first
             os.posix_fadvise(file.buffered, piece.offset + first, length, os.POSIX_FADV_DONTNEED)
 

@@ -65,8 +65,8 @@ class RowReader:
         check_rows(source, indices)
         dtype = getattr(torch, source.dtype)
         shape = (*indices.shape, *source.shape[1:])
-        found = torch.empty(shape, dtype=dtype, device=device.torch_device)
-        target = found.view(-1).view(torch.uint8)
+        out = torch.empty(shape, dtype=dtype, device=device.torch_device)
+        target = out.view(-1).view(torch.uint8)
         after = device.mark()
         stream = device.stream(link, ahead=True) if self._buffer is not None else None
         rows = indices.flatten()
@@ -106,7 +106,7 @@ class RowReader:
                 event.wait()
                 device.hold(event)
             position += size_bytes
-        return found
+        return out
 
     def _rows_at_once(self, row_bytes: int) -> int:
         if self._buffer is None or not row_bytes:

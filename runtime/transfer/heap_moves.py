@@ -27,7 +27,7 @@ from gascompile.runtime.memory.spill_slots import Slots, spill_slots
 from gascompile.runtime.protocols import Device, Ticket
 from gascompile.runtime.run.meter import LiveBytes
 from gascompile.runtime.stores import Moves, Store
-from gascompile.runtime.transfer.at_rest import at_rest
+from gascompile.runtime.transfer.initial_residency import initial_residency
 
 if TYPE_CHECKING:
     from gascompile.runtime.run.session import Session
@@ -79,7 +79,7 @@ class HeapMoves:
         self._spill = _room(session, plan, spill_slots(in_file)) if activations else None
         released = {step.tensor for step in plan.steps if isinstance(step, Release)}
         self._leaving = released.intersection(self._kept)
-        self._away, self._ahead = at_rest(plan, self._kept)
+        self._away, self._ahead = initial_residency(plan, self._kept)
         self.tickets: dict[str, Ticket] = {}
         """What nobody has waited for yet, by tensor."""
         self._sizes: dict[str, int] = {}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import logging
 import threading
 import weakref
 from collections import deque
@@ -39,7 +38,6 @@ from gascompile.runtime.transfer.under_way import UnderWay
 if TYPE_CHECKING:
     from gascompile.runtime.protocols import Event, Memory, Receive
 
-_log = logging.getLogger(__name__)
 
 _NUM_REQUESTS = 4
 """Tensors under way at once: each waits for its chunks, so that those of the next are queued meanwhile."""

@@ -1,4 +1,4 @@
-"""Carries out the moves of one plan: which visit is on its way, how long its users waited for it.
+"""Carries out the moves of one plan: which staged copy is on its way, how long its users waited for it.
 
 The bytes of a move count when an op takes delivery of them, so that each iteration of a warm executor
 counts the plan's bytes per link exactly, however far the reads have run ahead.
@@ -38,7 +38,7 @@ def due_ops(plan: Plan) -> list[tuple[Prefetch, int]]:
     for step in plan.steps:
         if isinstance(step, Wait) and step.address is not None:
             next_wait.setdefault((step.tensor, step.address), step.op + len(plan.ops))
-    found: list[tuple[Prefetch, int]] = []
+    dues: list[tuple[Prefetch, int]] = []
     for step in reversed(plan.steps):
         if isinstance(step, Wait) and step.address is not None:
             next_wait[step.tensor, step.address] = step.op
@@ -48,8 +48,8 @@ def due_ops(plan: Plan) -> list[tuple[Prefetch, int]]:
                 raise PlanMismatchError(
                     f"the plan prefetches '{step.tensor}' to address {step.address} and never waits for it"
                 )
-            found.append((step, due))
-    return found[::-1]
+            dues.append((step, due))
+    return dues[::-1]
 
 
 class PlanMover:
@@ -67,7 +67,7 @@ class PlanMover:
         self._overlap = overlap
         self._paranoid = paranoid
         self._iteration = 0
-        self._visits: dict[tuple[str, int], Ticket] = {}
+        self._staged: dict[tuple[str, int], Ticket] = {}
         self._delivered: set[tuple[str, int]] = set()
         self._links: dict[str, str] = {}
         self._views: dict[tuple[str, int], torch.Tensor] = {}
@@ -117,7 +117,7 @@ class PlanMover:
         if warm:
             return
         self._iteration = 0
-        self._visits.clear()
+        self._staged.clear()
         self._delivered.clear()
         if self._paranoid:
             self._poison_streamed()
@@ -161,11 +161,11 @@ class PlanMover:
     @property
     def stalls(self) -> list[Stall]:
         """What ops waited for in this iteration; on a device with its own clock, known once it is synchronous."""
-        found = (
+        stalls = (
             Stall(op=op, tensor=tensor, time_s=self._device.elapsed_s(start, stop))
             for op, tensor, start, stop in self._stalled
         )
-        return [stall for stall in found if stall.time_s > 0]
+        return [stall for stall in stalls if stall.time_s > 0]
 
     def _reset_report(self) -> None:
         self._stalled = []
@@ -186,9 +186,9 @@ class PlanMover:
     def prefetch_at(self, due: int, tensor: str, link: str, address: int) -> None:
         """Queue a read that op ``due`` of this iteration waits for."""
         key = (tensor, address)
-        self._end_visit(key)
+        self._end_copy(key)
         if self._overlap:
-            self._visits[key] = self._submit(due, tensor, link, address)
+            self._staged[key] = self._submit(due, tensor, link, address)
 
     def wait_at(self, op: int, tensor: str, address: int) -> torch.Tensor:
         """Block until the newest prefetch has arrived; the time counts as a stall of ``op``."""
@@ -196,7 +196,7 @@ class PlanMover:
         if key in self._delivered:
             return self._views[key]
         link = self._links.get(tensor, self._session.link)
-        ticket = self._visits.get(key)
+        ticket = self._staged.get(key)
         if ticket is None:
             ticket = self._submit(op, tensor, link, address)
         self._await(ticket, op, tensor)
@@ -204,8 +204,8 @@ class PlanMover:
         self._count(link, tensor)
         return self._views[key]
 
-    def _end_visit(self, key: tuple[str, int]) -> None:
-        self._visits.pop(key, None)
+    def _end_copy(self, key: tuple[str, int]) -> None:
+        self._staged.pop(key, None)
         self._delivered.discard(key)
 
     def resident_at(self, op: int, tensor: str) -> torch.Tensor:
@@ -227,9 +227,9 @@ class PlanMover:
         """
         key = self._iteration * len(self._ops) + op
         await_it = partial(self._await, op=op, tensor=tensor)
-        found = self._rows.read(tensor, indices, key=key, wait=await_it)
-        self.link_bytes[self._rows.link(tensor)] += found.nbytes
-        return found
+        rows = self._rows.read(tensor, indices, key=key, wait=await_it)
+        self.link_bytes[self._rows.link(tensor)] += rows.nbytes
+        return rows
 
     def out_of_arena(self, value: object) -> object:
         """Return ``value``, copied where it is a tensor in the arena."""
@@ -370,8 +370,8 @@ class PlanMover:
         self._heap.drop(tensor, value)
 
     def release(self, tensor: str, address: int) -> None:
-        """Note that a visit is over; in a paranoid run its bytes are spoiled, so that a late reader shows."""
-        self._end_visit((tensor, address))
+        """Give a staged copy up; in a paranoid run its bytes are spoiled, so that a late reader shows."""
+        self._end_copy((tensor, address))
         if self._paranoid:
             landing = self._session.landing(tensor)
             start = address + landing.shift_bytes

@@ -40,8 +40,8 @@ class UnderWay:
 def moving_failed(name: str, error: Exception) -> StorageError:
     """Return the error of a tensor that could not be moved, to be raised by who waits for it."""
     why = error.strerror if isinstance(error, OSError) else repr(error)
-    found = StorageError(
+    failure = StorageError(
         f"moving '{name}' failed: {why}; check the drives of the cache folder and of the weights"
     )
-    found.__cause__ = error
-    return found
+    failure.__cause__ = error
+    return failure

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from gascompile.codegen.build import has_compiler
-from gascompile.codegen.packed_kernels import use_wire_kernels
-from gascompile.formats import ops as wire_ops
+from gascompile.codegen.packed_kernels import use_packed_kernels
+from gascompile.formats import ops as format_ops
 
 
 @pytest.fixture(scope="session")
@@ -19,13 +19,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(params=["compiled", "plain"])
-def kernels(request: pytest.FixtureRequest, folder: Path) -> Iterator[wire_ops.Kernels | None]:
+def kernels(request: pytest.FixtureRequest, folder: Path) -> Iterator[format_ops.Kernels | None]:
     """Both ways to decode; the process has the one that it had before again."""
     if request.param == "compiled" and not has_compiler():
         pytest.skip("needs a C++ compiler")
-    before = wire_ops.kernels_for()
-    wire_ops.use_kernels(None)
+    before = format_ops.kernels_for()
+    format_ops.use_kernels(None)
     if request.param == "compiled":
-        use_wire_kernels({"weight": "q8_0"}, folder, make=True)
-    yield wire_ops.kernels_for()
-    wire_ops.use_kernels(before)
+        use_packed_kernels({"weight": "q8_0"}, folder, make=True)
+    yield format_ops.kernels_for()
+    format_ops.use_kernels(before)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gascompile.cost_models.formulas.kernel_workspace import kernel_workspace_bytes
-from gascompile.formats import ops as wire_ops
+from gascompile.formats import ops as format_ops
 from gascompile.formats.dtypes import is_lossless
 from gascompile.formats.layout import is_packed
 from gascompile.formats.packings import packing_of, rows_of
@@ -59,23 +59,23 @@ def test_values_are_those_that_were_packed(form: str, kernels: object) -> None:
     layer = CASES[form]()
     wire = joined(form, layer)
     rows, columns = layer.values.shape
-    assert wire_ops.wire_matrix(form, rows, columns, 0) == ("uint8", (wire.numel(),))
+    assert format_ops.transfer_matrix(form, rows, columns, 0) == ("uint8", (wire.numel(),))
     assert rows_of(form, columns, wire.numel()) == rows
     x = torch.randn(3, columns)
     bias = torch.randn(rows)
     for dtype in (torch.float32, f16, bf16):
         wanted = rounded(layer.values, dtype)
-        found = wire_ops.DECODE(wire, form, columns, 0, dtype)
+        found = format_ops.DECODE(wire, form, columns, 0, dtype)
         assert found.dtype == dtype
         assert torch.equal(found, wanted)
         narrow = x.to(dtype)
-        out = wire_ops.LINEAR(narrow, wire, bias.to(dtype), form, 0)
+        out = format_ops.LINEAR(narrow, wire, bias.to(dtype), form, 0)
         linear = torch.nn.functional.linear(narrow, wanted, bias.to(dtype))
         tolerance = 1e-5 if dtype == torch.float32 else 2e-2
         torch.testing.assert_close(out, linear, rtol=tolerance, atol=tolerance)
         meta = wire.to("meta")
-        assert wire_ops.LINEAR(narrow.to("meta"), meta, None, form, 0).shape == out.shape
-        assert wire_ops.DECODE(meta, form, columns, 0, dtype).shape == found.shape
+        assert format_ops.LINEAR(narrow.to("meta"), meta, None, form, 0).shape == out.shape
+        assert format_ops.DECODE(meta, form, columns, 0, dtype).shape == found.shape
 
 
 @pytest.mark.parametrize("form", CASES)
@@ -83,25 +83,25 @@ def test_blocks_of_rows_and_what_they_take(
     form: str, kernels: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows are taken 16 at a time here, as those of large weights are."""
-    monkeypatch.setattr(wire_ops, "_BLOCK_WEIGHTS", 1)
+    monkeypatch.setattr(format_ops, "_BLOCK_WEIGHTS", 1)
     torch.manual_seed(1)
     layer = CASES[form]()
     wire, columns = joined(form, layer), layer.values.shape[1]
     for dtype in (torch.float32, bf16):
         wanted = rounded(layer.values, dtype)
         x = torch.randn(5, columns).to(dtype)
-        found = wire_ops.DECODE(wire, form, columns, 0, dtype)
+        found = format_ops.DECODE(wire, form, columns, 0, dtype)
         assert torch.equal(found, wanted)
-        out = wire_ops.LINEAR(x, wire, None, form, 0)
+        out = format_ops.LINEAR(x, wire, None, form, 0)
         torch.testing.assert_close(out, x @ wanted.t(), rtol=2e-2, atol=2e-2)
-        taken = peak_growth_bytes(partial(wire_ops.DECODE, wire, form, columns, 0, dtype))
+        taken = peak_growth_bytes(partial(format_ops.DECODE, wire, form, columns, 0, dtype))
         result_bytes = found.numel() * found.element_size()
         rows = layer.values.shape[0]
         room = decode_workspace_bytes(rows, columns, form, 0, found.element_size())
         assert taken <= room + result_bytes
-        taken = peak_growth_bytes(partial(wire_ops.LINEAR, x, wire, None, form, 0))
+        taken = peak_growth_bytes(partial(format_ops.LINEAR, x, wire, None, form, 0))
         args = (x, wire, None, form, 0)
-        room = kernel_workspace_bytes(wire_ops.LINEAR, args, [x, wire], [out])
+        room = kernel_workspace_bytes(format_ops.LINEAR, args, [x, wire], [out])
         assert taken <= room + out.numel() * out.element_size()
 
 
@@ -114,7 +114,7 @@ def test_rows_that_begin_anywhere(form: str, kernels: object) -> None:
     wire = joined(form, layer)
     for begin in (1, 2, 3):
         moved = torch.zeros(wire.numel() + begin, dtype=torch.uint8)[begin:].copy_(wire)
-        found = wire_ops.DECODE(moved, form, layer.values.shape[1], 0, torch.float32)
+        found = format_ops.DECODE(moved, form, layer.values.shape[1], 0, torch.float32)
         assert torch.equal(found, rounded(layer.values, torch.float32))
 
 
@@ -124,7 +124,7 @@ def test_what_is_no_number_stays_none(kernels: object) -> None:
     assert layer.values.isnan().any()
     layer.parts["weight_scale_inv"][1, 0] = torch.inf
     layer.parts["weight_scale_inv"][1, 1] = 0
-    found = wire_ops.DECODE(joined("fp8-32x32-f32", layer), "fp8-32x32-f32", 64, 0, torch.float32)
+    found = format_ops.DECODE(joined("fp8-32x32-f32", layer), "fp8-32x32-f32", 64, 0, torch.float32)
     assert torch.equal(found[:32].isnan(), layer.values[:32].isnan())
     codes = layer.parts["weight"].float()
     assert torch.equal(found[32:, :32].isnan(), (codes[32:, :32] * torch.inf).isnan())

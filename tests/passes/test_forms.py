@@ -63,9 +63,14 @@ def whole(workload: Workload) -> Workload:
     return replace(workload, ops=ops)
 
 
-def plan(workload: Workload, budget_bytes: int, *, pinned: Plan | None = None) -> Plan:
+def plan(workload: Workload, budget_bytes: int, *, arena_of: Plan | None = None) -> Plan:
     return make_plan(
-        workload, MACHINE, Budget(cpu=budget_bytes), fingerprint={}, time_limit_s=5.0, pinned=pinned
+        workload,
+        MACHINE,
+        Budget(cpu=budget_bytes),
+        fingerprint={},
+        time_limit_s=5.0,
+        arena_of=arena_of,
     )
 
 
@@ -149,7 +154,7 @@ def test_gathered_bytes_are_counted_and_checked() -> None:
 def test_a_second_plan_in_the_same_arena_has_the_same_tiles() -> None:
     first = plan(decoder(), 30 * MIB)
     ops = tuple(replace(op, time_s={"cpu": 3 * op.time_s["cpu"]}) for op in decoder().ops)
-    second = plan(replace(decoder(), ops=ops), 30 * MIB, pinned=first)
+    second = plan(replace(decoder(), ops=ops), 30 * MIB, arena_of=first)
     assert tile_names(second.workload) == tile_names(first.workload) != set()
     residents = {n: t.address for n, t in first.tensors.items() if t.address is not None}
     assert {n: second.tensors[n].address for n in residents} == residents

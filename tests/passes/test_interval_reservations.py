@@ -14,13 +14,13 @@ from gascompile.core.machine import Link, Machine, Pipe, Place, PlaceKind
 from gascompile.core.steps import Compute, Offload, Release, Reload, Wait
 from gascompile.core.workload import TensorKind, TensorSpec, Workload
 from gascompile.cost_models.simulate.events import steady_seconds
-from gascompile.passes.intervals.decisions import choices
+from gascompile.passes.intervals.decisions import decisions
 from gascompile.passes.intervals.events import event_program, interval_steps
-from gascompile.passes.intervals.queueing import interval_queues
+from gascompile.passes.intervals.queueing import queueing
 from gascompile.passes.intervals.reservations import interval_reservations, latest_starts
-from gascompile.passes.intervals.route_balance import interval_balance
+from gascompile.passes.intervals.route_balance import route_balance
 from gascompile.passes.intervals.schedule import schedule
-from gascompile.passes.intervals.search import Found, Search
+from gascompile.passes.intervals.search import ScheduledSelection, Search
 from gascompile.passes.intervals.selection import Selection
 from gascompile.passes.intervals.strategies import STRATEGIES
 from gascompile.passes.model.effort import Effort
@@ -89,7 +89,7 @@ def leaving(plan: RunLayout, routes: dict[str, int]) -> Selection:
 def test_moves_are_made_when_their_time_comes() -> None:
     """a comes back from the slow drive just before its use, though it could at once: c needs its room."""
     plan = mirrored()
-    chosen = choices(plan, leaving(plan, {"a": 1, "b": 0, "c": 0}).routes)
+    chosen = decisions(plan, leaving(plan, {"a": 1, "b": 0, "c": 0}).routes)
     found = interval_reservations(plan, chosen, lead_s=0.0)
     eager = schedule(plan, chosen)
     assert found is not None
@@ -127,9 +127,9 @@ def test_moves_are_made_when_their_time_comes() -> None:
 def test_reserved_times_follow_from_the_uses() -> None:
     """c is due at 24, b at 28 and a at 32; the pool takes a second for four bytes, the drive four."""
     plan = mirrored()
-    chosen = choices(plan, leaving(plan, {"a": 1, "b": 0, "c": 0}).routes)
+    chosen = decisions(plan, leaving(plan, {"a": 1, "b": 0, "c": 0}).routes)
     assert latest_starts(plan, chosen, plan.clock.tolist()) == {0: 28.0, 1: 27.0, 2: 23.0}
-    chosen = choices(plan, leaving(plan, {"a": 1, "b": 1, "c": 1}).routes)
+    chosen = decisions(plan, leaving(plan, {"a": 1, "b": 1, "c": 1}).routes)
     assert latest_starts(plan, chosen, plan.clock.tolist()) == {0: 28.0, 1: 24.0, 2: 20.0}
 
 
@@ -146,14 +146,14 @@ def test_reserved_times_follow_from_the_uses() -> None:
 def test_routes_share_the_load(out_s: float, in_s: float, routes: tuple[int, ...]) -> None:
     """A copy over the drive takes 8 s, one more begins and is due each 4 s: each queues 4 s longer."""
     plan = mirrored(drive_rate=0.5)
-    balanced = interval_balance(leaving(plan, {"a": 0, "b": 0, "c": 0}), out_s=out_s, in_s=in_s)
+    balanced = route_balance(leaving(plan, {"a": 0, "b": 0, "c": 0}), out_s=out_s, in_s=in_s)
     assert tuple(balanced.routes[j] for j in range(3)) == routes
 
 
 def selections(plan: RunLayout, name: str, waits_s: tuple[float, float]) -> tuple[Selection, ...]:
     chosen = STRATEGIES[name](plan)
     out_s, in_s = waits_s
-    return chosen, interval_balance(chosen, out_s=out_s, in_s=in_s)
+    return chosen, route_balance(chosen, out_s=out_s, in_s=in_s)
 
 
 @settings(max_examples=100, deadline=None)
@@ -172,7 +172,7 @@ def test_drawn_schedules_are_right(
     for selection in selections(plan, name, waits_s):
         before = None
         for _ in range(3):
-            chosen = choices(plan, selection.routes)
+            chosen = decisions(plan, selection.routes)
             made = interval_reservations(plan, chosen, before, lead_s=lead_s)
             if made is None:
                 break
@@ -201,7 +201,7 @@ def test_reserved_times_never_overlap(case: Case, waits_s: tuple[float, float]) 
     plan = layout(interval_problem(case.workload, case.machine, case.limits_bytes))
     for selection in selections(plan, "all_moved", waits_s):
         starts = plan.clock.tolist()
-        latest = latest_starts(plan, choices(plan, selection.routes), starts)
+        latest = latest_starts(plan, decisions(plan, selection.routes), starts)
         for route in range(len(plan.task.routes)):
             windows = sorted(
                 (at, at + plan.task.load_s(plan.intervals[j].tensor, route), j)
@@ -218,12 +218,12 @@ def test_no_routes_are_scheduled_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[frozenset[tuple[int, int]], float]] = []
     consider = search.consider
 
-    def noted(strategy: str, selection: Selection, *, lead_s: float) -> Found | None:
+    def noted(strategy: str, selection: Selection, *, lead_s: float) -> ScheduledSelection | None:
         made.append((frozenset(selection.routes.items()), lead_s))
         return consider(strategy, selection, lead_s=lead_s)
 
     monkeypatch.setattr(search, "consider", noted)
-    interval_queues(search, "reserved", leaving(search.base, {"a": 0, "b": 1}), share=1.0)
+    queueing(search, "reserved", leaving(search.base, {"a": 0, "b": 1}), share=1.0)
     # The first is the selection as it is; the balanced ones come to less than the waits that are tried.
     assert len(made) > 2
     assert len(set(made[1:])) == len(made) - 1

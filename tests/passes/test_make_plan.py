@@ -218,7 +218,7 @@ def test_a_pinned_plan_shares_its_arena() -> None:
     prefill = workload(["ab", "c", "d", "e"], seconds=3.0)
     first = plan_of(decode, cpu_machine(), 4 * SLOT - 1)
     budget = Budget(cpu=4 * SLOT - 1)
-    second = make_plan(prefill, cpu_machine(), budget, fingerprint={}, pinned=first)
+    second = make_plan(prefill, cpu_machine(), budget, fingerprint={}, arena_of=first)
     verify(second)
     assert breaks(second) == ""
     assert second.arena_bytes == first.arena_bytes
@@ -227,7 +227,7 @@ def test_a_pinned_plan_shares_its_arena() -> None:
             assert second.tensors[name] == tensor
     assert second.tensors["e"].home == "nvme"
     with pytest.raises(InfeasiblePlanError):
-        make_plan(workload(["efg"]), cpu_machine(), budget, fingerprint={}, pinned=first)
+        make_plan(workload(["efg"]), cpu_machine(), budget, fingerprint={}, arena_of=first)
 
 
 @settings(max_examples=16 * SCALE)

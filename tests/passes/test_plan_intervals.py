@@ -19,10 +19,10 @@ from gascompile.cost_models.simulate.events import steady_seconds
 from gascompile.cost_models.simulate.replay import replay
 from gascompile.passes.bounds import linear_program
 from gascompile.passes.bounds.interval_program import interval_program
-from gascompile.passes.intervals.decisions import choices
+from gascompile.passes.intervals.decisions import decisions
 from gascompile.passes.intervals.events import event_program, interval_steps
 from gascompile.passes.intervals.plan_intervals import plan_intervals
-from gascompile.passes.intervals.recompute import rerunnable
+from gascompile.passes.intervals.recompute import recompute_ops
 from gascompile.passes.intervals.schedule import schedule
 from gascompile.passes.intervals.search import Search
 from gascompile.passes.intervals.selection import Selection
@@ -143,7 +143,7 @@ def test_all_results_of_an_op_are_made_again_by_one_rerun() -> None:
 def relaxed_s(workload: Workload, budget: int) -> float:
     """Return the bound of the program on a machine without links."""
     plan = layout(interval_problem(workload, drive(0, 0), {"cpu": budget}))
-    found = interval_program(plan, rerunnable(plan), away_bytes=0, num_slots=20, time_limit_s=10)
+    found = interval_program(plan, recompute_ops(plan), away_bytes=0, num_slots=20, time_limit_s=10)
     return found.bound_s
 
 
@@ -354,7 +354,7 @@ def test_larger_plans_are_right_and_no_slower_than_any_heuristic(case: Case) -> 
     plan = layout(interval_problem(case.workload, case.machine, case.limits_bytes))
     for strategy in STRATEGIES.values():
         selection = strategy(plan)
-        made = schedule(plan, choices(plan, selection.routes)) if selection.fits else None
+        made = schedule(plan, decisions(plan, selection.routes)) if selection.fits else None
         seconds = steady_seconds(event_program(made)[0]) if made else math.inf
         assert found.seconds <= seconds * (1 + 1e-4)
 

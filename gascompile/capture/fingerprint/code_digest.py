@@ -83,12 +83,12 @@ class CodeDigest:
 
     def _body(self, function: types.FunctionType) -> None:
         self.add("body")
-        found = origin_of_code(function)
+        origin = origin_of_code(function)
         self._state_of(function)
-        if found is Origin.MADE:
+        if origin is Origin.MADE:
             self.code(function.__code__)
-        elif found.versioned:
-            if found is Origin.INSTALLED:
+        elif origin.versioned:
+            if origin is Origin.INSTALLED:
                 self.add(*library_parts(function))
             if not _is_named(function):
                 self.code(function.__code__)
@@ -116,10 +116,10 @@ class CodeDigest:
 
     def names(self, code: types.CodeType, space: Mapping[str, Any]) -> None:
         """Feed the values of all that code names among its globals and in modules."""
-        found = names_of(code)
-        for chain in sorted(found.chains):
+        named = names_of(code)
+        for chain in sorted(named.chains):
             self._chain(chain, space)
-        for taken in sorted(found.imports, key=repr):
+        for taken in sorted(named.imports, key=repr):
             self._import(taken, space)
 
     def _chain(self, chain: Chain, space: Mapping[str, Any]) -> None:
@@ -242,8 +242,8 @@ class CodeDigest:
             )
 
     def _library_class(self, cls: type) -> None:
-        found = origin_of_name(cls.__module__)
-        if found is Origin.INSTALLED:
+        origin = origin_of_name(cls.__module__)
+        if origin is Origin.INSTALLED:
             self.add("library", *library_parts(cls))
         for name, value in vars(cls).items():
             if isinstance(value, types.FunctionType):
@@ -270,10 +270,10 @@ class CodeDigest:
 
 def _is_named(value: types.FunctionType | type) -> bool:
     """Return whether a library's function or class is what its name in the library says; many share ``<lambda>``."""
-    found: Any = sys.modules.get(value.__module__)
+    at_name: Any = sys.modules.get(value.__module__)
     for key in value.__qualname__.split("."):
-        found = getattr(found, "__dict__", {}).get(key)
-    return found is value
+        at_name = getattr(at_name, "__dict__", {}).get(key)
+    return at_name is value
 
 
 def _is_data(value: Any) -> bool:

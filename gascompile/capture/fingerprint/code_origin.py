@@ -82,9 +82,9 @@ def origin_of_name(name: str | None) -> Origin:
 
 def origin_of_code(function: types.FunctionType) -> Origin:
     """Return where a function comes from: what was made at run time belongs to the module that made it."""
-    found = origin_of_file(function.__code__.co_filename)
-    if found is not Origin.MADE:
-        return found
+    origin = origin_of_file(function.__code__.co_filename)
+    if origin is not Origin.MADE:
+        return origin
     name = function.__globals__.get("__name__")
     module = sys.modules.get(name) if isinstance(name, str) else None
     return origin_of_module(module) if module is not None else Origin.MADE
@@ -117,8 +117,8 @@ def _is_frozen(module: types.ModuleType) -> bool:
 def _origin_of_folders(module: types.ModuleType) -> Origin:
     """Return the origin of a namespace package; one that mixes origins is the user's."""
     folders = [str(folder) for folder in vars(module).get("__path__", ())]
-    found = {origin_of_file(f"{folder}/__init__.py") for folder in folders}
-    return found.pop() if len(found) == 1 else Origin.USER
+    origins = {origin_of_file(f"{folder}/__init__.py") for folder in folders}
+    return origins.pop() if len(origins) == 1 else Origin.USER
 
 
 @cache

@@ -133,9 +133,9 @@ def _feed_model(hasher: ValueDigest, model: nn.Module) -> None:
 
 def _hooks(registered: dict[Any, Any]) -> list[Any]:
     """Return hooks but for ours: a step that is open has some on its model."""
-    found = registered.values()
+    hooks = registered.values()
     return [
-        hook for hook in found if not str(getattr(hook, "__module__", "")).startswith("gascompile.")
+        hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("gascompile.")
     ]
 
 
@@ -172,7 +172,7 @@ def plan_prints(
     """
     leaves, spec = pytree.tree_flatten(call)
     signature = [str(spec), signature_of(leaves), repr(job.dynamic_shapes)]
-    shared = serial.digest(job.pinned) if job.pinned else ""
+    shared = serial.digest(job.arena_of) if job.arena_of else ""
     layout = checkpoint.sources if checkpoint else {}
     return {
         "graph": printed.key,

@@ -29,7 +29,7 @@ _PASSING_ON = {
 
 def replaced_functions() -> list[tuple[str, types.FunctionType]]:
     """Return the place and the function of every global of a library that the program has set."""
-    found = list(_foreign("torch.Tensor", vars(torch.Tensor)))
+    functions = list(_foreign("torch.Tensor", vars(torch.Tensor)))
     modules: list[tuple[str, Any]] = sorted(
         sys.modules.items()
     )  # a program puts what it likes there
@@ -37,8 +37,8 @@ def replaced_functions() -> list[tuple[str, types.FunctionType]]:
         if isinstance(module, types.ModuleType) and _holds_others(vars(module)):
             of_program = origin_of_module(module) in {Origin.OWN, Origin.USER}
             if not of_program and name != "__main__":
-                found += _foreign(name, vars(module))
-    return found
+                functions += _foreign(name, vars(module))
+    return functions
 
 
 def _holds_others(space: Mapping[str, Any]) -> bool:

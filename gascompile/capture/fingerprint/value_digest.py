@@ -329,13 +329,13 @@ class ValueDigest(CodeDigest):
 
 def fields_of(value: Any) -> dict[str, Any]:
     """Return the attributes of an object and what lies in its slots."""
-    found = dict(vars(value)) if hasattr(value, "__dict__") else {}
+    fields = dict(vars(value)) if hasattr(value, "__dict__") else {}
     for base in type(value).__mro__:
         for name, slot in vars(base).items():
             if isinstance(slot, types.MemberDescriptorType):  # empty, or hidden by a class below
                 with contextlib.suppress(AttributeError):
-                    found.setdefault(name, slot.__get__(value))
-    return found
+                    fields.setdefault(name, slot.__get__(value))
+    return fields
 
 
 @cache

@@ -60,14 +60,14 @@ class Rounds:
             return leaves + self._round(call, given)
 
     def _round(self, call: Callable[..., Any], given: Call) -> list[Any]:
-        found: list[Any] = []
+        leaves: list[Any] = []
         for number, (args, kwargs) in enumerate(
             (*(c.made() for c in self._earlier), _fresh(given))
         ):
             returned = call(*args, **kwargs)
             self.calls.append(TracedCall.of(returned, number))
-            found += [*pytree.tree_leaves(returned), torch.empty(0)]
-        return found
+            leaves += [*pytree.tree_leaves(returned), torch.empty(0)]
+        return leaves
 
 
 def _fresh(given: Call) -> Call:

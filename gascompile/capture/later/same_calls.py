@@ -49,11 +49,11 @@ def later_difference(
     """
     try:
         (alone,) = _Numbers(single, canonical, [returned]).of_calls()
-        found = _Numbers(several, canonical, calls).of_calls()
+        numbers_of_calls = _Numbers(several, canonical, calls).of_calls()
     except KeptError as error:
         return str(error)
     first = {calls[-1].number: (returned, alone)}
-    for call, numbers in zip(calls, found, strict=True):
+    for call, numbers in zip(calls, numbers_of_calls, strict=True):
         known = first.setdefault(call.number, (call, numbers))
         if known[0].plain != call.plain:
             return "a later call returns another structure, or other values that are no tensors"
@@ -92,7 +92,7 @@ class _Numbers:
         Raises:
             KeptError: one takes from another what it may not.
         """
-        found: list[object] = []
+        numbers_of_calls: list[object] = []
         ends = dict(self._outputs)
         for node in self._graph.nodes:
             if node.op == "call_function" and node not in ends:
@@ -100,10 +100,10 @@ class _Numbers:
             if node in ends:
                 numbers = [self._operand(v) if isinstance(v, fx.Node) else "" for v in ends[node]]
                 states = {root: n for root, n in self._writes.items() if isinstance(root, str)}
-                found.append((numbers, states, self._draws))
+                numbers_of_calls.append((numbers, states, self._draws))
                 self._call, self._draws = self._call + 1, []
                 self._writes = {r: n for r, n in self._writes.items() if isinstance(r, fx.Node)}
-        return found
+        return numbers_of_calls
 
     def _find_memory(self) -> None:
         """Number what the graph begins with, and find which ops write where."""
@@ -206,13 +206,13 @@ def _split(
     ]
     if len(calls) == 1:
         return [(exported.graph_module.graph.output_node(), leaves)]
-    found, begin = [], 0
+    ends, begin = [], 0
     for call in calls:
         end = begin + call.num_leaves
-        found.append((leaves[end], leaves[begin:end]))
+        ends.append((leaves[end], leaves[begin:end]))
         begin = end + 1
     assert begin == len(leaves), "a trace returns what its calls return"
-    return found
+    return ends
 
 
 def _makes_up(target: Any) -> bool:

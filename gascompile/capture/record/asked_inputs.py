@@ -75,8 +75,8 @@ class AskedInputs:
 
     def of_leaf(self, leaf: object) -> tuple[str, ...]:
         """Return the facts of a leaf of the caller's arguments that were asked for."""
-        found = self.facts.get(id(leaf), {})
-        return tuple(found[name] for name in sorted(found))
+        facts = self.facts.get(id(leaf), {})
+        return tuple(facts[name] for name in sorted(facts))
 
 
 def _by_path(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:

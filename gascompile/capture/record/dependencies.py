@@ -121,7 +121,7 @@ def dependencies(
         f"the module {name} holds what cannot be compared" for name in modules if not modules[name]
     ]
     used = _library_names(running)
-    found = Dependencies(
+    known = Dependencies(
         environment={k: _text_digest(v) for k, v in sorted(running.environment.items())},
         files={path: _file_digest(path) for path in sorted(running.files)},
         imported=imported,
@@ -133,7 +133,7 @@ def dependencies(
         reads=None if reads.names is None else tuple(sorted(reads.names)),
         ran=tuple(sorted(reads.ran or ())),
     )
-    return found, reasons
+    return known, reasons
 
 
 def _modules(running: Running) -> tuple[dict[str, str], dict[str, str]]:
@@ -170,22 +170,22 @@ def _module_values(name: str) -> str:
 def _function(name: str) -> Any:
     """Return what a module holds under a qualified name, through the classes on the way."""
     module, _, qualified = name.partition(":")
-    found: Any = sys.modules.get(module)
+    at_name: Any = sys.modules.get(module)
     for part in qualified.split("."):
-        space = vars(found) if isinstance(found, types.ModuleType | type) else {}
-        found = space.get(part)
-    return found
+        space = vars(at_name) if isinstance(at_name, types.ModuleType | type) else {}
+        at_name = space.get(part)
+    return at_name
 
 
 def _function_code(name: str) -> types.CodeType | None:
-    found = _function(name)
-    found = getattr(found, "__func__", found)
-    found = getattr(found, "fget", found)
+    function = _function(name)
+    function = getattr(function, "__func__", function)
+    function = getattr(function, "fget", function)
     seen: dict[int, Any] = {}
-    while id(found) not in seen and (wrapped := wrapped_by(found)) is not None:
-        seen[id(found)] = found
-        found = wrapped
-    return getattr(found, "__code__", None)
+    while id(function) not in seen and (wrapped := wrapped_by(function)) is not None:
+        seen[id(function)] = function
+        function = wrapped
+    return getattr(function, "__code__", None)
 
 
 def _function_digest(name: str) -> str:
@@ -220,15 +220,15 @@ def _holder(
     That is where it begins, or the last module on its way that the capture imported first: in another process that
     one is not there yet.
     """
-    found, space = (name, chain), vars(sys.modules[name])
+    place, space = (name, chain), vars(sys.modules[name])
     for i, key in enumerate(chain):
         value = space.get(key)
         if not isinstance(value, types.ModuleType):
             break
         if value.__name__ in imported and origin_of_module(value) in _VERSIONED:
-            found = (value.__name__, chain[i + 1 :])
+            place = (value.__name__, chain[i + 1 :])
         space = vars(value)
-    return found
+    return place
 
 
 def _library_digest(name: str, names: Iterable[str]) -> str:

@@ -39,14 +39,14 @@ class Drawn:
 
 def drawing_functions() -> dict[int, Drawn]:
     """Return what functions give, by their identity."""
-    found = {
+    drawn_by = {
         id(getattr(random, name)): Drawn(f"what random.{name}() draws", kind, source=PYTHON)
         for kind, names in ((float, _FLOATS), (int, _INTEGERS))
         for name in names
     }
     for name, most in _NUMPY.items():
         drawn = Drawn(f"what numpy.random.{name}() draws", float, most, NUMPY)
-        found[id(getattr(numpy.random, name))] = drawn
+        drawn_by[id(getattr(numpy.random, name))] = drawn
     for seed, source in ((random.seed, PYTHON), (numpy.random.seed, NUMPY)):
-        found[id(seed)] = Drawn("a seed", int, source=source, seeds=True)
-    return found
+        drawn_by[id(seed)] = Drawn("a seed", int, source=source, seeds=True)
+    return drawn_by

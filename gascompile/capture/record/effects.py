@@ -119,11 +119,11 @@ def _difference(
         asks = trial.not_followed(trace.recorder.asks)
         same = graph_digest(trace.graph_module) == digest
     except UsedError:
-        return trial.uses.found[0]
+        return trial.uses.texts[0]
     except (CaptureError, UnsupportedOpError) as error:
-        return trial.uses.found[0] if trial.uses.found else f"without their values, {error}"
-    if trial.uses.found:
-        return trial.uses.found[0]
+        return trial.uses.texts[0] if trial.uses.texts else f"without their values, {error}"
+    if trial.uses.texts:
+        return trial.uses.texts[0]
     if asks is not None:
         return f"{asks} in a way that cannot be followed; call time.time(), time.perf_counter() or random.random()"
     return None if same else "they are part of what is captured"

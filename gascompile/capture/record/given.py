@@ -11,8 +11,8 @@ Entries = list[tuple[Container, list[Any]]]
 
 def entries_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Entries:
     """Return the containers that a caller still has after the call, each with what is in it."""
-    found = _containers([*args, *kwargs.values()])
-    return [(container, _entries(container)) for container in found]
+    containers = _containers([*args, *kwargs.values()])
+    return [(container, _entries(container)) for container in containers]
 
 
 def changed_entries(before: Entries) -> bool:

@@ -48,7 +48,7 @@ class Uses:
 
     def __init__(self) -> None:
         """Begin with none."""
-        self.found: list[str] = []
+        self.texts: list[str] = []
         self.made: list[weakref.ref[_Opaque]] = []
 
     def note(self, name: str, what: str, frame: types.FrameType | None) -> None:
@@ -60,8 +60,8 @@ class Uses:
         while frame is not None and not _is_program(frame):
             frame = frame.f_back
         where = f" at {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
-        self.found.append(f"{name} {what}{where}")
-        raise UsedError(self.found[-1])
+        self.texts.append(f"{name} {what}{where}")
+        raise UsedError(self.texts[-1])
 
 
 class _Opaque:

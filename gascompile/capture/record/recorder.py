@@ -262,12 +262,12 @@ def _caller(frame: types.FrameType | None) -> types.FrameType | None:
         path = frame.f_code.co_filename
         if path.startswith("<frozen importlib"):
             return None
-        found = origin_of_file(path)
-        if found.versioned and any(f"/{talk}" in path for talk in _TALK):
+        origin = origin_of_file(path)
+        if origin.versioned and any(f"/{talk}" in path for talk in _TALK):
             return None
-        if found in {Origin.TORCH, Origin.OWN}:
+        if origin in {Origin.TORCH, Origin.OWN}:
             return None
-        if found is not Origin.PYTHON:
+        if origin is not Origin.PYTHON:
             return frame
         frame = frame.f_back
     return None
@@ -303,8 +303,8 @@ def _all_random_states() -> dict[str, object]:
 def variable(key: str) -> str | None:
     """Return an environment variable without being seen to read it."""
     raw: dict[object, Any] = os.environ._data  # type: ignore[attr-defined]  # unseen by the profile
-    found = raw.get(os.environ.encodekey(key))
-    return None if found is None else os.fsdecode(found)
+    content = raw.get(os.environ.encodekey(key))
+    return None if content is None else os.fsdecode(content)
 
 
 class _Active(threading.local):

@@ -28,7 +28,7 @@ def tensor_slots(model: nn.Module) -> Slots:
 
 def changed_slots(before: Slots, now: Slots) -> list[WatchedChange]:
     """Return those that are there no more, are new, or are set for the first time; and parameters that are others."""
-    found = []
+    changes = []
     for slot in dict.fromkeys((*before, *now)):
         was_parameter, was = before.get(slot, (False, None))
         is_parameter, tensor = now.get(slot, (False, None))
@@ -37,5 +37,5 @@ def changed_slots(before: Slots, now: Slots) -> list[WatchedChange]:
             continue
         name = ".".join(slot)
         text = f"the tensor {name} is another one now"
-        found.append(WatchedChange(name, slot[1], text))
-    return found
+        changes.append(WatchedChange(name, slot[1], text))
+    return changes

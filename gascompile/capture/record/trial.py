@@ -132,7 +132,7 @@ class Trial:
     def _put_opaque(self, before: Watches) -> None:
         missing = set(self.suspects)
         made: dict[int, Any] = {}
-        growing = {id(found) for found, _, name in before.sized() if name in self.suspects}
+        growing = {id(container) for container, _, name in before.sized() if name in self.suspects}
         for owner, key, value, name in before.places():
             is_list = id(value) in growing
             if name not in self.suspects and not is_list:
@@ -143,7 +143,7 @@ class Trial:
                 made[id(value)] = stand_in
                 missing.discard(name)
         for name in sorted(missing):
-            self.uses.found.append(f"{name} is no number that is counted, nor a list that grows")
+            self.uses.texts.append(f"{name} is no number that is counted, nor a list that grows")
 
     def _asked_in(self, space: dict[str, Any]) -> dict[str, Any]:
         """Return what to put in the place of clocks and of functions that draw in a module."""
@@ -214,11 +214,11 @@ def _is_program(code: types.CodeType) -> bool:
 def _is_asked(frame: types.FrameType | None) -> bool:
     """Return whether the program calls a function, where that is one of Python's own."""
     while frame is not None:
-        found = origin_of_file(frame.f_code.co_filename)
+        origin = origin_of_file(frame.f_code.co_filename)
         if is_talk(frame.f_code):
             return False
-        if found is not Origin.PYTHON:
-            return found not in {Origin.OWN, Origin.TORCH}
+        if origin is not Origin.PYTHON:
+            return origin not in {Origin.OWN, Origin.TORCH}
         frame = frame.f_back
     return False
 

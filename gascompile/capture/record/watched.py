@@ -193,12 +193,12 @@ class Watches:
     def changed(self) -> str | None:
         """Return the first value that differs, with its name, what it was and what it is now."""
         owners, keys, values, _ = self._items
-        objects, names, found, _ = self._attributes
+        objects, names, known, _ = self._attributes
         sized, lengths = self._sizes[0], self._length
         try:
             if (
                 all(map(operator.is_, map(operator.getitem, owners, keys), values))
-                and all(map(operator.is_, map(getattr, objects, names), found))
+                and all(map(operator.is_, map(getattr, objects, names), known))
                 and sum(map(len, sized)) == lengths
                 and sum(map(len, map(_space, self._spaces))) == self._num_attributes
                 and all(map(operator.eq, map(_version, self._tensors[0]), self._tensors[1]))
@@ -208,16 +208,16 @@ class Watches:
                 return None
         except (LookupError, AttributeError, ValueError):
             pass  # something is not there any more
-        found = self.changes()
+        changes = self.changes()
         if self._reads is not None:
-            found += self._given(self._reads)
-        if not found:
+            changes += self._given(self._reads)
+        if not changes:
             self._num_attributes = sum(map(len, map(_space, self._spaces)))
-        return found[0].text if found else None
+        return changes[0].text if changes else None
 
     def changes(self, reads: Reads | None = None) -> list[WatchedChange]:
         """Return all values that differ; equal ones are taken over under their new identity."""
-        found = []
+        changes = []
         for get, columns in ((_item, self._items), (attribute_of, self._attributes)):
             for i, (owner, key, value, name) in enumerate(zip(*columns, strict=True)):
                 now = get(owner, key)
@@ -227,30 +227,30 @@ class Watches:
                     columns[2][i] = now
                 elif reads is None or not alike(value, now):
                     text = f"{name} was {shown(value)} and is {shown(now)} now"
-                    found.append(WatchedChange(name, key, text))
+                    changes.append(WatchedChange(name, key, text))
         for owner, length, name in zip(*self._sizes, strict=True):
             leaf = _leaf(name)
             if len(owner) != length and (reads is None or reads.reach(name, leaf)):
                 text = f"{name} had {length} entries and has {len(owner)} now"
-                found.append(WatchedChange(name, leaf, text))
+                changes.append(WatchedChange(name, leaf, text))
         for tensor, version, name in zip(*self._tensors, strict=True):
             if tensor._version != version:
-                found.append(WatchedChange(name, None, f"the tensor {name} was written to"))
+                changes.append(WatchedChange(name, None, f"the tensor {name} was written to"))
         for held, elements, name in self._sets:
             if (
                 _elements(held) != elements
                 and len(held) == len(elements)
                 and (reads is None or reads.reach(name, _leaf(name)))
             ):
-                found.append(
+                changes.append(
                     WatchedChange(name, _leaf(name), f"the set {name} has other elements now")
                 )
         written = [n for held, content, n in self._arrays if _raw(held) != content]
         if reads is not None:
             written += [n for held, known, n in self._large if _digest(_raw(held)) != known]
             added = [row for row in self.absent if row[1] in row[0]]
-            found += self._given(reads, added)
-        return found + [WatchedChange(n, None, f"the array {n} was written to") for n in written]
+            changes += self._given(reads, added)
+        return changes + [WatchedChange(n, None, f"the array {n} was written to") for n in written]
 
     def _given(self, reads: Reads, others: Sequence[Place] = ()) -> list[WatchedChange]:
         """Return what objects got that count, and what of ``others`` does."""
@@ -277,24 +277,24 @@ class Watches:
         """Return the watches of all but these, and but what is in these."""
         if not names:
             return self
-        found = Watches(versions=self._versions, reads=self._reads)
+        rest = Watches(versions=self._versions, reads=self._reads)
         gone = {id(owner) for owner, _, name in self.sized() if name in names}
-        for columns, kept in ((self._items, found._items), (self._attributes, found._attributes)):
+        for columns, kept in ((self._items, rest._items), (self._attributes, rest._attributes)):
             for row in zip(*columns, strict=True):
                 if row[3] not in names and id(row[0]) not in gone:
                     self._take(kept, *row)
-        owners, lengths, kept_names = found._sizes
+        owners, lengths, kept_names = rest._sizes
         for owner, length, name in self.sized():
             if name not in names:
-                found._length += length
+                rest._length += length
                 owners.append(owner)
                 lengths.append(length)
                 kept_names.append(name)
-        found._sets = [row for row in self._sets if row[2] not in names]
-        found._tensors, found._arrays, found.moving = self._tensors, self._arrays, self.moving
-        found._large, found._spaces, found.absent = self._large, self._spaces, self.absent
-        found._num_attributes = self._num_attributes
-        return found
+        rest._sets = [row for row in self._sets if row[2] not in names]
+        rest._tensors, rest._arrays, rest.moving = self._tensors, self._arrays, self.moving
+        rest._large, rest._spaces, rest.absent = self._large, self._spaces, self.absent
+        rest._num_attributes = self._num_attributes
+        return rest
 
 
 def _space(row: tuple[dict[str, Any], frozenset[str], str]) -> dict[str, Any]:

@@ -222,14 +222,14 @@ class _Walk:
                 self.value(value._modules, name)
 
     def _function(self, function: types.FunctionType, name: str) -> None:
-        found = origin_of_code(function)
-        if found is Origin.OWN or not self._reads.calls(function.__code__):
+        origin = origin_of_code(function)
+        if origin is Origin.OWN or not self._reads.calls(function.__code__):
             return
         for number, cell in enumerate(function.__closure__ or ()):
             if attribute_of(cell, "cell_contents") is not GONE:
                 inner = f"{function.__code__.co_freevars[number]} in {name}"
                 self.value(self.watches.attribute(cell, "cell_contents", inner), inner)
-        if found.versioned:
+        if origin.versioned:
             return
         for key in ("__code__", "__defaults__", "__kwdefaults__"):
             self.value(self.watches.attribute(function, key, f"{name}.{key}"), f"{name}.{key}")

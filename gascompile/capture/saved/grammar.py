@@ -266,14 +266,14 @@ def items_of(data: Any) -> list[Any] | None:
 
 
 def _is_list(check: Check, *, alone: bool) -> Check:
-    def found(data: Any, nodes: Any) -> bool:
+    def are_all(data: Any, nodes: Any) -> bool:
         items = items_of(data)
         if items is None:
             # A list that an op returns, or one number for all dimensions.
             return _node(data, nodes) or (alone and check(data, nodes))
         return all(check(item, nodes) for item in items)
 
-    return found
+    return are_all
 
 
 def _optional(check: Check) -> Check:

@@ -18,7 +18,7 @@ import torch
 from gascompile.capture.saved import grammar
 from gascompile.capture.saved.aten_ops import ATEN
 from gascompile.core.errors import FormatError
-from gascompile.formats import ops as wire_ops
+from gascompile.formats import ops as format_ops
 
 Target = Callable[..., Any]
 
@@ -37,7 +37,7 @@ FUNCTIONS: Final[Mapping[str, Target]] = {
 }
 """What computes sizes from sizes, and takes elements of results."""
 FUNCTION_NAMES: Final = {function: name for name, function in FUNCTIONS.items()}
-_OWN: Final = {str(op): op for op in (wire_ops.LINEAR, wire_ops.DECODE)}
+_OWN: Final = {str(op): op for op in (format_ops.LINEAR, format_ops.DECODE)}
 OPS_OF_LIBRARIES: Final = frozenset({"transformers.grouped_mm_fallback.default"})
 """Those of transformers that its models are captured with; reading them imports the part that registers them."""
 _MAX_EXPONENT: Final = 64  # a larger one makes numbers that take seconds and memory
@@ -56,7 +56,7 @@ class Argument(NamedTuple):
 @cache
 def arguments_of(target: torch._ops.OpOverload) -> tuple[Argument, ...] | None:
     """Return the arguments of an op; ``None`` where a file cannot give one of them, or take a result."""
-    found = []
+    arguments = []
     for argument in target._schema.arguments:
         kind = str(argument.real_type)
         check = grammar.check_of(kind)
@@ -65,9 +65,9 @@ def arguments_of(target: torch._ops.OpOverload) -> tuple[Argument, ...] | None:
         if target is torch.ops.aten.einsum.default and kind == "str":
             check = grammar.is_equation
         required = not argument.has_default_value()
-        found.append(Argument(argument.name, check, kind, required, argument.kwarg_only))
+        arguments.append(Argument(argument.name, check, kind, required, argument.kwarg_only))
     results = {str(result.real_type) for result in target._schema.returns}
-    return tuple(found) if results <= _RESULTS else None
+    return tuple(arguments) if results <= _RESULTS else None
 
 
 _RESULTS: Final = frozenset(
@@ -104,15 +104,15 @@ def find_target(name: str, *, allow_code: bool, where: str) -> Target:
             f"{where}: the op {grammar.shown(name)} is none of those that data may call; if you trust who made it and "
             "have imported what registers the op, pass allow_code=True (--allow-code)"
         )
-    found = registered(name)
-    if found is None:
+    op = registered(name)
+    if op is None:
         raise FormatError(
             f"{where}: the op {grammar.shown(name)} is not registered in this process; import the library that "
             "defines it, or use the version of torch that the file was made with"
         )
-    if arguments_of(found) is None:
+    if arguments_of(op) is None:
         raise FormatError(f"{where}: the op {grammar.shown(name)} takes what no file can hold")
-    return found
+    return op
 
 
 def registered(name: str) -> torch._ops.OpOverload | None:
@@ -122,10 +122,10 @@ def registered(name: str) -> torch._ops.OpOverload | None:
         return None
     namespace, packet, overload = parts
     try:
-        found = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+        op = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
     except AttributeError:
         return None
-    return found if isinstance(found, torch._ops.OpOverload) else None
+    return op if isinstance(op, torch._ops.OpOverload) else None
 
 
 def check_call(target: Target, entry: Mapping[str, Any], nodes: Any, where: str) -> None:

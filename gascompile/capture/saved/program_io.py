@@ -99,9 +99,9 @@ def program_from_json(data: Any, *, where: str = "$", allow_code: bool = False) 
         FormatError: the data is damaged, of another format, or names what it may not, or what is not here.
     """
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        found = data.get("format") if isinstance(data, dict) else type(data).__name__
+        said = data.get("format") if isinstance(data, dict) else type(data).__name__
         raise FormatError(
-            f"{where}: this reader knows the format {FORMAT!r}, the data says {found!r}"
+            f"{where}: this reader knows the format {FORMAT!r}, the data says {said!r}"
         )
     grammar.check_program(data, where=where)
     _import_libraries(data)

@@ -62,9 +62,9 @@ def set_values(nodes: Sequence[fx.Node], data: Any) -> None:
             return inner if kind == "is" else _CONTAINERS[kind](map(decoded, inner))
         name, dim, *layout, number = value
         shape, stride, (offset,) = layout[:dim], layout[dim : 2 * dim], layout[2 * dim :]
-        found = torch.empty(0, dtype=getattr(torch, name), device="meta")
-        found.set_(memory[number], offset, shape, stride)
-        return FakeTensor(mode, found, _DEVICE)
+        tensor = torch.empty(0, dtype=getattr(torch, name), device="meta")
+        tensor.set_(memory[number], offset, shape, stride)
+        return FakeTensor(mode, tensor, _DEVICE)
 
     try:
         memory = [torch.UntypedStorage(size, device="meta") for size in data["storages"]]

@@ -104,12 +104,12 @@ def _problems(hosts: Hosts) -> Iterator[tuple[str, str]]:
         seen.add(rank.name)
 
 
-def _bad_interconnect(found: Interconnect, path: str) -> Iterator[tuple[str, str]]:
-    rates = [(f"{path}.bytes_per_second", found.bandwidth_bytes_per_s)]
-    if found.total_bytes_per_s:
-        rates.append((f"{path}.total_bytes_per_second", found.total_bytes_per_s))
+def _bad_interconnect(interconnect: Interconnect, path: str) -> Iterator[tuple[str, str]]:
+    rates = [(f"{path}.bytes_per_second", interconnect.bandwidth_bytes_per_s)]
+    if interconnect.total_bytes_per_s:
+        rates.append((f"{path}.total_bytes_per_second", interconnect.total_bytes_per_s))
     before = 0
-    for k, point in enumerate(found.points):
+    for k, point in enumerate(interconnect.points):
         rates.append((f"{path}.points[{k}].bytes_per_second", point.bandwidth_bytes_per_s))
         if point.size_bytes <= before:
             yield f"{path}.points[{k}].bytes", f"{point.size_bytes} is not above {before}"
@@ -118,6 +118,6 @@ def _bad_interconnect(found: Interconnect, path: str) -> Iterator[tuple[str, str
     for where, rate in rates:
         if not (math.isfinite(rate) and low <= rate <= high):
             yield where, f"the rate {rate} per second is not within {low:g} and {high:g}"
-    if not 0 <= found.latency_s <= _MAX_LATENCY_S:
-        wrong = f"the fixed cost {found.latency_s} is not within 0 and {_MAX_LATENCY_S:g} seconds"
+    if not 0 <= interconnect.latency_s <= _MAX_LATENCY_S:
+        wrong = f"the fixed cost {interconnect.latency_s} is not within 0 and {_MAX_LATENCY_S:g} seconds"
         yield f"{path}.latency_seconds", wrong

@@ -58,9 +58,9 @@ def source_warnings(machine: Machine) -> tuple[str, ...]:
     places: dict[str, list[str]] = {"measured": [], "datasheet": []}
     for field in ("links", "pipes", "rates", "memory"):
         for i, item in enumerate(getattr(machine, field)):
-            for kind, found in places.items():
+            for kind, of_kind in places.items():
                 if item.source.startswith(kind):
-                    found.append(f"{field}[{i}]")
+                    of_kind.append(f"{field}[{i}]")
     measured, datasheet = places["measured"], places["datasheet"]
     recosted = (machine.io.source,) if machine.io.source.startswith(RECOSTED) else ()
     if not measured or not datasheet:

@@ -30,18 +30,18 @@ def graph_of_file(file: Path) -> SameGraph:
     """Return the graph of an ONNX file as it stands there; raises as ``read_onnx`` does."""
     import onnx_ir
 
-    found = read_onnx(file)
+    read = read_onnx(file)
     model = onnx_ir.load(file)
     sources = {}
     for name, value in model.graph.initializers.items():
         if not isinstance(value.const_value, onnx_ir.ExternalTensor):
             continue
-        if name in found.weights:
-            sources[name] = found.weights[name]
+        if name in read.weights:
+            sources[name] = read.weights[name]
             value.const_value = None
         else:
-            value.const_value = onnx_ir.tensor(constant_tensor(found.constants[name]), name=name)
-    return SameGraph(model=model, weights=Weights(sources=sources, stamps=found.stamps))
+            value.const_value = onnx_ir.tensor(constant_tensor(read.constants[name]), name=name)
+    return SameGraph(model=model, weights=Weights(sources=sources, stamps=read.stamps))
 
 
 def ops_of_nodes(model: onnx_ir.Model, program: Program) -> dict[onnx_ir.Node, tuple[str, ...]]:
@@ -51,12 +51,12 @@ def ops_of_nodes(model: onnx_ir.Model, program: Program) -> dict[onnx_ir.Node, t
         CheckpointError: the file has changed since it was captured.
     """
     nodes = list(model.graph)
-    found: dict[onnx_ir.Node, tuple[str, ...]] = {}
+    ops_of: dict[onnx_ir.Node, tuple[str, ...]] = {}
     for op in program.op_nodes():
         for place in op.meta.get("custom", {}).get(NODES, ()):
             if place >= len(nodes):
                 raise CheckpointError(
                     "the ONNX file was changed while it was planned; plan it again"
                 )
-            found[nodes[place]] = (*found.get(nodes[place], ()), op_name(op))
-    return found
+            ops_of[nodes[place]] = (*ops_of.get(nodes[place], ()), op_name(op))
+    return ops_of

@@ -96,31 +96,31 @@ def annotate_plan(
 
 def _without_earlier(model: onnx_ir.Model) -> None:
     """Remove what an earlier plan has left."""
-    if any(found.name == CONFIGURATION for found in model.device_configurations):
+    if any(configuration.name == CONFIGURATION for configuration in model.device_configurations):
         model.remove_device_configuration(CONFIGURATION, cascade=True)
     values = [*model.graph.inputs, *model.graph.initializers.values()]
     values += [value for node in model.graph for value in node.outputs]
     tensors = [value.const_value for value in values if value.const_value is not None]
-    for found in (model, model.graph, *model.graph, *values, *tensors):
-        for key in [key for key in found.metadata_props if key.startswith(_PREFIX)]:
-            del found.metadata_props[key]
+    for annotated in (model, model.graph, *model.graph, *values, *tensors):
+        for key in [key for key in annotated.metadata_props if key.startswith(_PREFIX)]:
+            del annotated.metadata_props[key]
 
 
 def _sites(plan: Plan) -> dict[str, str | None]:
     """Return where each whole op runs; ``None`` for one whose parts run on different tiers."""
-    found: dict[str, str | None] = {}
+    site_of: dict[str, str | None] = {}
     for op in plan.ops:
         name = base_name(op.name)
-        found[name] = op.site if found.get(name, op.site) == op.site else None
-    return found
+        site_of[name] = op.site if site_of.get(name, op.site) == op.site else None
+    return site_of
 
 
 def _reads(plan: Plan) -> dict[str, set[str]]:
     """Return the tensors that each whole op reads, as whole ones."""
-    found: dict[str, set[str]] = {}
+    reads_of: dict[str, set[str]] = {}
     for spec in plan.workload.ops:
-        found.setdefault(base_name(spec.name), set()).update(map(base_name, spec.reads))
-    return found
+        reads_of.setdefault(base_name(spec.name), set()).update(map(base_name, spec.reads))
+    return reads_of
 
 
 def _site(
@@ -138,8 +138,8 @@ def _site(
     read = [reads[name] for name in names]
     if taken and all(read) and not taken <= set().union(*read):
         return None
-    found = {sites[name] for name in names}
-    return found.pop() if len(found) == 1 else None
+    sites_of_ops = {sites[name] for name in names}
+    return sites_of_ops.pop() if len(sites_of_ops) == 1 else None
 
 
 def _goes_forward(stages: Sequence[int]) -> bool:

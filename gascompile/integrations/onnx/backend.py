@@ -21,9 +21,9 @@ class _Names:
         self._module = module
 
     def __getattr__(self, name: str) -> Any:
-        found = _outlines.get()
-        if found is not None:
-            return getattr(found, name)
+        outlined = _outlines.get()
+        if outlined is not None:
+            return getattr(outlined, name)
         import torch.nn.functional
 
         return getattr(torch.nn.functional if self._module == "functional" else torch, name)

@@ -175,13 +175,13 @@ def _ranges(program: Program) -> dict[Any, Any]:
     from torch.utils._sympy.value_ranges import ValueRanges
 
     nodes = {n.name: n for n in program.graph_module.graph.nodes if n.op == "placeholder"}
-    found = {}
+    ranges = {}
     for spec in program.inputs:
         for axis, dim in enumerate(spec.shape):
             if isinstance(dim, Dim):
                 size = nodes[spec.name].meta["val"].shape[axis]
-                found[size.node.expr] = ValueRanges(dim.minimum, dim.maximum)
-    return found
+                ranges[size.node.expr] = ValueRanges(dim.minimum, dim.maximum)
+    return ranges
 
 
 def _exported(name: str, exported: ExportedProgram, opset: int) -> Any:
@@ -316,12 +316,12 @@ def _name_ends(model: onnx_ir.Model, program: Program) -> None:
 
 
 def _unused(name: str, taken: set[str]) -> str:
-    found, number = name, 1
-    while found in taken:
+    free, number = name, 1
+    while free in taken:
         number += 1
-        found = f"{name}_{number}"
-    taken.add(found)
-    return found
+        free = f"{name}_{number}"
+    taken.add(free)
+    return free
 
 
 def output_names(spec: pytree.TreeSpec, prefix: str = "") -> list[str]:
@@ -343,14 +343,14 @@ def output_names(spec: pytree.TreeSpec, prefix: str = "") -> list[str]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keep back what the exporter says on the way: which packages it lacks, and what is about to change in torch."""
-    found = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
-    before = [logger.level for logger in found]
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    before = [logger.level for logger in loggers]
     try:
-        for logger in found:
+        for logger in loggers:
             logger.setLevel(logging.ERROR)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(found, before, strict=True):
+        for logger, level in zip(loggers, before, strict=True):
             logger.setLevel(level)

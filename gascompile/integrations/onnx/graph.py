@@ -56,7 +56,7 @@ def made_up_sizes(
     Raises:
         UnsupportedOpError: an input is of a size that nobody has.
     """
-    found = {}
+    sizes_of = {}
     for name, (_, dims) in inputs.items():
         sizes = tuple(
             dim if isinstance(dim, int) else batch if axis == 0 else tokens
@@ -66,8 +66,8 @@ def made_up_sizes(
             raise UnsupportedOpError(
                 f"the input {ascii(name)[:200]} has the sizes {list(sizes)}; give inputs of plausible ones"
             )
-        found[name] = sizes
-    return found
+        sizes_of[name] = sizes
+    return sizes_of
 
 
 def read_graph(file: Path) -> OnnxGraph:
@@ -77,34 +77,34 @@ def read_graph(file: Path) -> OnnxGraph:
         CheckpointError: the file cannot be read, or its weights not in place.
         UnsupportedOpError: it has an op, an attribute or a type that is not known; names the node.
     """
-    found = read_onnx(file)
-    graph = found.model.graph
-    opset = found.model.opset_imports.get("", 0)
+    content = read_onnx(file)
+    graph = content.model.graph
+    opset = content.model.opset_imports.get("", 0)
     if not MIN_OPSET <= opset <= MAX_OPSET:
         raise UnsupportedOpError(
             f"{file} is of the operator set {opset}; {MIN_OPSET} to {MAX_OPSET} are known: convert it with "
             "onnx.version_converter"
         )
-    if found.model.functions:
+    if content.model.functions:
         raise UnsupportedOpError(
             f"{file} has functions of its own; inline them: onnx.inliner.inline_local_functions(model)"
         )
-    constants = dict(found.constants)
+    constants = dict(content.constants)
     steps = []
     for place, node in enumerate(graph):
         if node.op_type == "Constant" and node.domain in ("", "ai.onnx"):
             constants[str(node.outputs[0].name)] = _constant(node)
         else:
             steps.append(_step(node, place, constants, opset))
-    given = [v for v in graph.inputs if v.name not in {*constants, *found.weights}]
-    held = {name: (source.dtype, source.shape) for name, source in found.weights.items()}
+    given = [v for v in graph.inputs if v.name not in {*constants, *content.weights}]
+    held = {name: (source.dtype, source.shape) for name, source in content.weights.items()}
     held |= {name: (dtype, shape) for name, (dtype, shape, _) in constants.items()}
     outputs = tuple(str(value.name) for value in graph.outputs)
     whole = with_whole_ops(steps, held, outputs)
     known = {name: _numbers(c) for name, c in constants.items() if _may_be_sizes(c)}
     used = {i for step in whole for i in step.inputs if isinstance(i, str)} | set(outputs)
     return OnnxGraph(
-        file=found,
+        file=content,
         steps=whole,
         known=known,
         held={n: c for n, c in constants.items() if n in used and n not in known}

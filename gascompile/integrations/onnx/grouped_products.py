@@ -25,7 +25,7 @@ def translations(graph: torch.fx.Graph) -> dict[Any, Any]:
     Raises:
         UnsupportedOpError: one has no ends of groups, or a result of another dtype.
     """
-    found = {}
+    written_as = {}
     for node in graph.nodes:
         if str(node.target) not in _TARGETS:
             continue
@@ -37,8 +37,8 @@ def translations(graph: torch.fx.Graph) -> dict[Any, Any]:
                 f"the grouped product '{node.name}' has no ends of its groups, or a bias or dtype of its result; write "
                 "it as rows by experts"
             )
-        found[node.target] = grouped_product
-    return found
+        written_as[node.target] = grouped_product
+    return written_as
 
 
 def grouped_product(rows: Any, matrices: Any, offs: Any) -> Any:

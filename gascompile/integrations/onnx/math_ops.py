@@ -217,8 +217,8 @@ def layer_norm(
     over = list(x.shape[axis:])
     if list(scale.shape) == over and (bias is None or list(bias.shape) == over):
         return functional.layer_norm(x, over, scale, bias, epsilon)
-    found = functional.layer_norm(x, over, None, None, epsilon) * scale
-    return found if bias is None else found + bias
+    scaled = functional.layer_norm(x, over, None, None, epsilon) * scale
+    return scaled if bias is None else scaled + bias
 
 
 def rms_norm(

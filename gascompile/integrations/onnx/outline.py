@@ -59,13 +59,13 @@ def promoted(values: Iterable[Any]) -> DType:
         elif value is not None:
             name = "bool" if isinstance(value, bool) else "int64" if isinstance(value, int) else "float32"  # fmt: skip
             kinds[2].append(DTYPES[name])
-    found = _common(kinds[0])
+    dtype = _common(kinds[0])
     for others in kinds[1:]:
         other = _common(others)
-        if found is None or (other is not None and _category(other) > _category(found)):
-            found = other if other is not None else found
-    assert found is not None, "an op of nothing"
-    return found
+        if dtype is None or (other is not None and _category(other) > _category(dtype)):
+            dtype = other if other is not None else dtype
+    assert dtype is not None, "an op of nothing"
+    return dtype
 
 
 def _category(dtype: DType) -> int:
@@ -234,11 +234,11 @@ class Log:
     def unused(self, name: str) -> str:
         """Return a name, with a number where it is taken, and take it; Python's own names are taken in a graph."""
         number = self._counts.get(name, int(hasattr(builtins, name)))
-        while (found := f"{name}_{number}" if number else name) in self._taken:
+        while (free := f"{name}_{number}" if number else name) in self._taken:
             number += 1
         self._counts[name] = number + 1
-        self._taken.add(found)
-        return found
+        self._taken.add(free)
+        return free
 
     def constant(self, shape: Sequence[int], dtype: DType) -> Outline:
         """Return a tensor that the graph keeps."""
@@ -284,12 +284,12 @@ class Log:
         facts.workspace_bytes = max(self._peak_bytes - own_bytes, 0) + self._kernel_bytes
         if facts.leaves:
             facts.workspace_bytes += SCALAR_BYTES
-        found = Recorded(name=name, facts=facts, of=makers)
+        recorded = Recorded(name=name, facts=facts, of=makers)
         if name == "linear" and facts.has_one_dtype and given[1].weight:
-            found.splits[given[1].weight] = given[1].shape[0]
+            recorded.splits[given[1].weight] = given[1].shape[0]
         if name == "embedding" and given[0].weight:
-            found.gathers[given[0].weight] = results[0].storage.size_bytes
-        self.ops.append(found)
+            recorded.gathers[given[0].weight] = results[0].storage.size_bytes
+        self.ops.append(recorded)
 
     def leaf(
         self,
@@ -354,9 +354,9 @@ def recording(*, groups_attention: bool) -> Iterator[Log]:
 
 def now() -> Log:
     """Return what records now."""
-    found = _log.get()
-    assert found is not None, "outlines are made while something records"
-    return found
+    log = _log.get()
+    assert log is not None, "outlines are made while something records"
+    return log
 
 
 def op(name: str) -> Callable[[Callable[..., Result]], Callable[..., Result]]:

@@ -24,11 +24,11 @@ def laid_out(values: Sequence[Outline], shape: tuple[int, ...]) -> tuple[int, ..
                 at = before
             elif result < 0:
                 break
-    found, step = [0] * len(shape), 1
+    strides, step = [0] * len(shape), 1
     for dim in order:
-        found[dim] = step
+        strides[dim] = step
         step *= max(shape[dim], 1)
-    return tuple(found)
+    return tuple(strides)
 
 
 def _compared(a: int, b: int, strides: Sequence[Sequence[int]], shape: Sequence[int]) -> int:

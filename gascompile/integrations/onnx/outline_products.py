@@ -95,15 +95,15 @@ def _with_vectors(x: Outline, y: Outline) -> Outline:
         raise ValueError("a product with a number")
     left = unsqueeze(x, 0) if x.dim() == 1 else x
     right = unsqueeze(y, 1) if y.dim() == 1 else y
-    found = matmul(left, right)
+    product = matmul(left, right)
     if x.dim() == 1 and y.dim() == 2:
-        now().leaf("squeeze_", [found], [found])
-    shape = list(found.shape)
+        now().leaf("squeeze_", [product], [product])
+    shape = list(product.shape)
     if y.dim() == 1:
         del shape[-1]
     if x.dim() == 1:
         del shape[-1 if y.dim() == 1 else -2]
-    return reshape(found, shape)
+    return reshape(product, shape)
 
 
 @op("einsum")

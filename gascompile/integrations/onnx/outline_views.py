@@ -15,14 +15,14 @@ _MOST_PIECES = 1 << 16
 
 def broadcast_shapes(*shapes: Sequence[int]) -> tuple[int, ...]:
     """Return the shape that tensors of such shapes have together; raises ``ValueError`` where they do not fit."""
-    found = [1] * max(map(len, shapes), default=0)
+    sizes = [1] * max(map(len, shapes), default=0)
     for shape in shapes:
         for axis, size in enumerate(reversed(shape), 1):
             if size != 1:
-                if found[-axis] not in (1, size):
+                if sizes[-axis] not in (1, size):
                     raise ValueError(f"sizes {list(shapes)} do not fit each other")
-                found[-axis] = size
-    return tuple(found)
+                sizes[-axis] = size
+    return tuple(sizes)
 
 
 def fresh(like: Outline, shape: Sequence[int], dtype: DType | None = None) -> Outline:
@@ -51,7 +51,7 @@ def _view_strides(x: Outline, shape: Sequence[int]) -> tuple[int, ...] | None:
     """Return the strides of a view of a shape; ``None`` where values do not lie so."""
     if not x.numel() or not x.shape:
         return contiguous_strides(shape) if x.is_contiguous() else None
-    found = [0] * len(shape)
+    strides = [0] * len(shape)
     at = len(shape) - 1
     base, run, wanted = x.stride()[-1], 1, 1
     for dim in reversed(range(x.dim())):
@@ -60,14 +60,14 @@ def _view_strides(x: Outline, shape: Sequence[int]) -> tuple[int, ...] | None:
         if not ends:
             continue
         while at >= 0 and (wanted < run or shape[at] == 1):
-            found[at] = wanted * base
+            strides[at] = wanted * base
             wanted *= shape[at]
             at -= 1
         if wanted != run:
             return None
         if dim > 0:
             base, run, wanted = x.stride()[dim - 1], 1, 1
-    return tuple(found) if at == -1 else None
+    return tuple(strides) if at == -1 else None
 
 
 def _reshaped(x: Outline, wanted: Sequence[int]) -> Outline:

@@ -74,18 +74,18 @@ def workload_of_file(path: Path, machine: Machine, *, batch: int, tokens: int) -
 
 def _bound(graph: OnnxGraph) -> tuple[dict[str, Outline], set[str]]:
     """Return the weights and constants by their names in the graph, and the names in plans of those that stay."""
-    found, states = {}, set()
+    outline_of, states = {}, set()
     for name, source in in_module_order(graph.file.weights).items():
         if name in graph.used:
             weight = source.name if len(source.shape) == 2 else ""
-            found[name] = Outline(
+            outline_of[name] = Outline(
                 source.shape, DTYPES[source.dtype], storage=Storage(source.name, 0), weight=weight
             )
     for number, (name, (dtype, shape, _)) in enumerate(graph.held.items()):
         states.add(f"onnx_constant_{number}")
         storage = Storage(f"onnx_constant_{number}", 0)
-        found[name] = Outline(shape, DTYPES[dtype], storage=storage)
-    return found, states
+        outline_of[name] = Outline(shape, DTYPES[dtype], storage=storage)
+    return outline_of, states
 
 
 def in_module_order(weights: Mapping[str, WeightSource]) -> dict[str, WeightSource]:
@@ -125,15 +125,17 @@ def _workload(
     if not ops:
         raise UnsupportedOpError("the model computes nothing; there is nothing to plan")
     returned = frozenset(value.storage.name for value in outputs)
-    read = {name for found in ops for name in (*found.facts.reads, *found.facts.writes)} | returned
+    read = {
+        name for recorded in ops for name in (*recorded.facts.reads, *recorded.facts.writes)
+    } | returned
     inputs = {value.storage.name for value in given.values() if value.storage.name.startswith("%")}
     # In the order of a capture's placeholders: what is bound, constants of the trace, inputs.
     ends = sorted((*given.values(), *log.constants), key=lambda v: v.storage.name.startswith("%"))
     sizes = {value.storage.name: value.storage.size_bytes for value in ends}
     sizes = {name: size for name, size in sizes.items() if name in read | inputs}
-    for found in ops:
-        sizes |= {name: log.made_bytes[name] for name in found.facts.writes}
-    facts = Facts(ops=tuple(found.facts for found in ops), size_bytes=sizes, outputs=returned)
+    for recorded in ops:
+        sizes |= {name: log.made_bytes[name] for name in recorded.facts.writes}
+    facts = Facts(ops=tuple(recorded.facts for recorded in ops), size_bytes=sizes, outputs=returned)
     bound = {name for name in sizes if not name.startswith("%")}
     device = machine.compute_tier
     return Workload(
@@ -141,8 +143,8 @@ def _workload(
         repeats=True,
         tensors=tensor_specs(facts, inputs=inputs, bound=bound, states=states, forms={}),
         ops=tuple(
-            op_spec(found.facts, states, device, machine, found.splits, found.gathers)
-            for found in ops
+            op_spec(recorded.facts, states, device, machine, recorded.splits, recorded.gathers)
+            for recorded in ops
         ),
     )
 
@@ -159,13 +161,13 @@ def _without_copies(log: Log, kept: list[int], outputs: list[Outline]) -> list[i
     gone: set[int] = set()
     for constant, copy in log.copies.items():
         readers = [log.ops[number] for number in kept if copy in log.ops[number].of]
-        if copy not in kept or any(found.name in _VIEWS for found in readers):
+        if copy not in kept or any(op_read.name in _VIEWS for op_read in readers):
             continue
         if any(value.op == copy for value in outputs):
             continue
         made = log.ops[copy].facts.reads[0]
-        for found in readers:
-            found.facts.reads = [constant if name == made else name for name in found.facts.reads]
+        for reader in readers:
+            reader.facts.reads = [constant if name == made else name for name in reader.facts.reads]
         gone |= {copy, copy - 1}
     return [number for number in kept if number not in gone]
 

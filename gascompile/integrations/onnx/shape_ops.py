@@ -173,8 +173,8 @@ def gather(data: Value, indices: Value, *, axis: int = 0) -> Value:
     """Rows by their number, which may count from the end."""
     if isinstance(data, list) and is_known(indices):
         one = not isinstance(indices, list)
-        found: list[Any] = [data[at] for at in sizes([indices] if one else indices, "indices")]
-        return found[0] if one else found
+        picked: list[Any] = [data[at] for at in sizes([indices] if one else indices, "indices")]
+        return picked[0] if one else picked
     rows = tensor(data)
     dim = dims_of([axis], rows.dim())[0]
     if isinstance(indices, int):
@@ -182,8 +182,8 @@ def gather(data: Value, indices: Value, *, axis: int = 0) -> Value:
     at = wrapped(tensor(indices), rows.shape[dim])
     if dim == 0 and rows.dim() == 2:
         return functional.embedding(at, rows)
-    found_rows = torch.index_select(rows, dim, at.reshape(-1))
-    return found_rows.reshape([*rows.shape[:dim], *at.shape, *rows.shape[dim + 1 :]])
+    picked_rows = torch.index_select(rows, dim, at.reshape(-1))
+    return picked_rows.reshape([*rows.shape[:dim], *at.shape, *rows.shape[dim + 1 :]])
 
 
 def gather_elements(data: torch.Tensor, indices: Value, *, axis: int = 0) -> torch.Tensor:
@@ -206,8 +206,8 @@ def _nd_indices(data: torch.Tensor, indices: torch.Tensor, batch_dims: int) -> l
 
 def gather_nd(data: torch.Tensor, indices: Value, *, batch_dims: int = 0) -> torch.Tensor:
     """Values or rows at places that the last dimension of the indices gives."""
-    found: torch.Tensor = data[tuple(_nd_indices(data, tensor(indices), batch_dims))]
-    return found
+    picked: torch.Tensor = data[tuple(_nd_indices(data, tensor(indices), batch_dims))]
+    return picked
 
 
 def scatter_nd(

@@ -49,13 +49,15 @@ def run_step(step: OnnxStep, values: dict[str, Any]) -> None:
     ]
     where = f"the ONNX node '{step.name}' ({step.op})"
     try:
-        found = (WHOLE_OPS.get(step.op) or OPS[step.op]).compute(*inputs, **dict(step.attributes))
+        computed = (WHOLE_OPS.get(step.op) or OPS[step.op]).compute(
+            *inputs, **dict(step.attributes)
+        )
     except UnsupportedOpError as error:
         raise UnsupportedOpError(f"{where} cannot be taken over: {error}") from error
     except _REFUSALS as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:500]
         raise UnsupportedOpError(f"{where} makes no sense to torch: {reason}") from error
-    results = found if isinstance(found, tuple) else (found,)
+    results = computed if isinstance(computed, tuple) else (computed,)
     if len(results) != len(step.outputs):
         raise UnsupportedOpError(
             f"{where} has {len(step.outputs)} outputs, of which {len(results)} are known"

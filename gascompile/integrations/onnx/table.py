@@ -75,5 +75,5 @@ WHOLE_OPS: Final[Mapping[str, Op]] = {LINEAR: Op(m.linear), SILU: Op(m.silu)}
 @cache
 def options_of(name: str) -> frozenset[str]:
     """Return the attributes that an op takes, and ``results`` and ``result_dtype`` where it wants those."""
-    found = inspect.signature(OPS[name].compute).parameters.values()
-    return frozenset(p.name for p in found if p.kind is p.KEYWORD_ONLY)
+    parameters = inspect.signature(OPS[name].compute).parameters.values()
+    return frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)

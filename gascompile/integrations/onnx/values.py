@@ -29,9 +29,9 @@ class Numbers(list[Any]):
     @classmethod
     def of(cls, values: list[Any], held: Any) -> Numbers:
         """Return numbers with their tensor."""
-        found = cls(values)
-        found.held = held
-        return found
+        numbers = cls(values)
+        numbers.held = held
+        return numbers
 
 
 def is_known(*values: Any) -> bool:
@@ -52,8 +52,8 @@ def tensor(value: Any, kind: str = "int64") -> torch.Tensor:
         return torch.tensor(value)  # of a comparison
     if all(isinstance(part, (int, float)) for part in parts):
         return torch.tensor(value, dtype=dtype)
-    found = [torch.scalar_tensor(part, dtype=dtype) for part in parts]
-    return torch.stack(found) if isinstance(value, list) else found[0]
+    scalars = [torch.scalar_tensor(part, dtype=dtype) for part in parts]
+    return torch.stack(scalars) if isinstance(value, list) else scalars[0]
 
 
 def sizes(value: Any, what: str) -> list[Any]:
@@ -71,10 +71,10 @@ def number(value: Any, what: str) -> Any:
     """Return one number; raises ``UnsupportedOpError`` as ``sizes`` does."""
     if isinstance(value, float):
         return value
-    found = sizes(value, what)
-    if len(found) != 1:
-        raise UnsupportedOpError(f"its {what} has {len(found)} values, where one is needed")
-    return found[0]
+    numbers = sizes(value, what)
+    if len(numbers) != 1:
+        raise UnsupportedOpError(f"its {what} has {len(numbers)} values, where one is needed")
+    return numbers[0]
 
 
 def each(compute: Callable[..., Any], *values: Known) -> Known:
@@ -82,9 +82,9 @@ def each(compute: Callable[..., Any], *values: Known) -> Known:
     lists = [value for value in values if isinstance(value, list)]
     if not lists:
         return compute(*values)  # type: ignore[no-any-return]
-    length = max((len(found) for found in lists if len(found) != 1), default=1)
-    if any(len(found) not in (1, length) for found in lists):
-        raise UnsupportedOpError(f"its inputs have {[len(found) for found in lists]} values")
+    length = max((len(numbers) for numbers in lists if len(numbers) != 1), default=1)
+    if any(len(numbers) not in (1, length) for numbers in lists):
+        raise UnsupportedOpError(f"its inputs have {[len(numbers) for numbers in lists]} values")
     rows = [
         value * length if isinstance(value, list) and len(value) == 1
         else value if isinstance(value, list) else [value] * length
@@ -100,7 +100,7 @@ def wrapped(indices: torch.Tensor, length: Any) -> torch.Tensor:
 
 def dims_of(axes: Sequence[int], rank: int) -> list[int]:
     """Return axes counted from the first, each once; raises ``UnsupportedOpError``."""
-    found = [axis + rank if axis < 0 else axis for axis in axes]
-    if len(set(found)) != len(found) or any(not 0 <= axis < rank for axis in found):
+    dims = [axis + rank if axis < 0 else axis for axis in axes]
+    if len(set(dims)) != len(dims) or any(not 0 <= axis < rank for axis in dims):
         raise UnsupportedOpError(f"its axes are {list(axes)}, of {rank} dimensions")
-    return found
+    return dims

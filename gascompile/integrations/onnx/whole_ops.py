@@ -25,19 +25,19 @@ def with_whole_ops(
     uses = Counter(name for step in steps for name in step.inputs if isinstance(name, str))
     uses.update(outputs)
     made: dict[str, OnnxStep] = {}
-    found: dict[int, OnnxStep] = {}
+    kept: dict[int, OnnxStep] = {}
     for step in steps:
         merged = _linear(step, made, held) or _with_bias(step, made, held, uses)
         merged = merged or _silu(step, made, uses)
         whole, gone = merged or (step, None)
         if gone is not None:
-            del found[id(gone)]
-        found[id(whole)] = whole
+            del kept[id(gone)]
+        kept[id(whole)] = whole
         made.update((name, whole) for name, _ in whole.outputs)
-    taken = {name for step in found.values() for name in step.inputs} | set(outputs)
+    taken = {name for step in kept.values() for name in step.inputs} | set(outputs)
     # Transposed weights that products alone had read.
     return tuple(
-        step for step in found.values()
+        step for step in kept.values()
         if step.op != "Transpose" or any(name in taken for name, _ in step.outputs)
     )  # fmt: skip
 

@@ -61,10 +61,10 @@ def require_unwritten(file: Path, *, overwrite: bool) -> None:
         raise StorageError(f"{file} is a folder; name a file")
     if overwrite:
         return
-    for found in (file, _data_file(file)):
-        if os.path.lexists(found):
+    for path in (file, _data_file(file)):
+        if os.path.lexists(path):
             raise StorageError(
-                f"{found} is there already, and is not replaced; choose another name, or pass --overwrite "
+                f"{path} is there already, and is not replaced; choose another name, or pass --overwrite "
                 "(overwrite=True)"
             )
 
@@ -141,12 +141,12 @@ def _data_file(file: Path) -> Path:
 
 
 def _source(weights: Weights, name: str) -> WeightSource:
-    found = weights.sources.get(name)
-    if found is None:
+    source = weights.sources.get(name)
+    if source is None:
         raise CheckpointError(
             f"the weight '{name}' has no values; pass checkpoint= with the model's weights"
         )
-    return found
+    return source
 
 
 def _extent(data: Path, begin: int, end: int) -> Extent:

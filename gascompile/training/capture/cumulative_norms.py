@@ -35,10 +35,10 @@ def _normalized(
 ) -> _Stats:
     # Without values there is no count, and shapes do not depend on it.
     factor = 1.0 if count.is_meta else 1.0 / float(count)
-    found: _Stats = _aten._native_batch_norm_legit_functional.default(
+    stats: _Stats = _aten._native_batch_norm_legit_functional.default(
         image, weight, bias, mean, variance, True, factor, eps
     )
-    return found
+    return stats
 
 
 for _backend in ("CPU", "Meta"):
@@ -90,12 +90,14 @@ def take_counts(graph: fx.Graph, bound: Mapping[str, str], names: Mapping[float,
         if number not in counts:
             continue
         before = counts[number]
-        found = [n for n in before.users if n.target is _aten.add.Tensor and n.args == (before, 1)]
-        if len(found) != 1 or not found[0] < node:
+        counted = [
+            n for n in before.users if n.target is _aten.add.Tensor and n.args == (before, 1)
+        ]
+        if len(counted) != 1 or not counted[0] < node:
             raise CaptureError(
                 f"'{names[number]}' has momentum=None and does not count its batches by one; give it a momentum, "
                 "such as 0.1"
             )
-        counts[number] = found[0]
+        counts[number] = counted[0]
         node.target = _normalize
-        node.args = (image, weight, bias, mean, variance, found[0], eps)
+        node.args = (image, weight, bias, mean, variance, counted[0], eps)

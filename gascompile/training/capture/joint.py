@@ -40,7 +40,7 @@ from gascompile.training.capture.cumulative_norms import numbered_norms, take_co
 from gascompile.training.capture.exact_dropout import exact_dropout
 from gascompile.training.capture.joint_outputs import joint_outputs
 from gascompile.training.capture.own_kernels import own_kernels, uncompiled
-from gascompile.training.capture.trace_substitutes import StandIns
+from gascompile.training.capture.trace_substitutes import TraceSubstitutes
 from gascompile.training.capture.traced_call import TracedModel, without_copies
 from gascompile.training.capture.traced_loss import MODEL, OUTSIDE, LossFunction, TracedLoss
 from gascompile.training.state.aliasing import Storages, View, named_tensors, places
@@ -125,26 +125,26 @@ def capture_joint(
     """
     storages = storages or Storages(model)
     leaves, spec = pytree.tree_flatten(batch)
-    stand_ins = StandIns(model, storages)
+    substitutes = TraceSubstitutes(model, storages)
 
     def traced(trial: Trial | None = None) -> EffectTrace[_Traced]:
         recorder = Recorder(model, loss_fn, trial=trial)
         caches = torch.is_autocast_cache_enabled()
         kind = TracedModel if calls else TracedLoss
-        wrapped = kind(model, loss_fn, spec, stand_ins, recorder, trains=trains, caches=caches)
+        wrapped = kind(model, loss_fn, spec, substitutes, recorder, trains=trains, caches=caches)
         with recorder.around(), numbered_norms(model) as norms:
             graph_module = _captured(wrapped, leaves)
-        found = _Traced(wrapped, norms)
-        return EffectTrace(found=found, graph_module=graph_module, recorder=recorder)
+        captured = _Traced(wrapped, norms)
+        return EffectTrace(found=captured, graph_module=graph_module, recorder=recorder)
 
     num_known, asks, recorders = -1, False, list[Recorder]()
-    while len(stand_ins.outside) > num_known or asks:
-        if num_known > 0 and len(stand_ins.outside) > num_known:
+    while len(substitutes.outside) > num_known or asks:
+        if num_known > 0 and len(substitutes.outside) > num_known:
             raise CaptureError(
                 f"loss_fn of {type(model).__name__} uses other tensors from outside the model at every call; pass "
                 "them in the batch"
             )
-        num_known = len(stand_ins.outside)
+        num_known = len(substitutes.outside)
         trace = traced()
         recorders.append(trace.recorder)
         record = trace.recorder.record()
@@ -280,13 +280,13 @@ def _read(
     made = _make_views(graph, bound, views)
     _require_dense(graph)
     _start_from_one(graph, canonical)
-    found, gradients, mutations = joint_outputs(graph.output_node(), canonical)
-    outputs: tuple[Any, ...] = tuple(found)
+    results, gradients, mutations = joint_outputs(graph.output_node(), canonical)
+    outputs: tuple[Any, ...] = tuple(results)
     out_spec = pytree.tree_structure((0,))
     if isinstance(wrapped, TracedModel):
         names = {**bound, **{name: name for name in (*inputs.values(), *outside)}}
-        found = without_copies(graph, found, names)
-        outputs, out_spec = wrapped.outputs(found), wrapped.out_spec
+        results = without_copies(graph, results, names)
+        outputs, out_spec = wrapped.outputs(results), wrapped.out_spec
     _require_no_views(mutations, views, made)
     graph.lint()
     return Joint(
@@ -295,7 +295,7 @@ def _read(
         inputs=tuple(inputs[i] for i in sorted(inputs)),
         outside=outside,
         num_constants=num_constants,
-        loss=found[0],
+        loss=results[0],
         outputs=outputs,
         out_spec=out_spec,
         gradients=gradients,

@@ -98,10 +98,10 @@ def _batch_norm(
             unbiased = variance.detach() * count / (count - 1)
             running_mean.mul_(1 - momentum).add_(momentum * mean.detach())
             running_var.mul_(1 - momentum).add_(momentum * unbiased)
-    found = centred * torch.rsqrt(variance + eps).view(shape)
+    normalised = centred * torch.rsqrt(variance + eps).view(shape)
     if weight is not None:
-        found = found * weight.view(shape)
+        normalised = normalised * weight.view(shape)
     if bias is not None:
-        found = found + bias.view(shape)
-    result: torch.Tensor = found.to(x.dtype)
+        normalised = normalised + bias.view(shape)
+    result: torch.Tensor = normalised.to(x.dtype)
     return result

@@ -24,7 +24,7 @@ from gascompile.training.state.aliasing import Storages, ViewLayout, named_tenso
 from gascompile.training.state.open_tensors import OpenTensor
 
 
-class StandIns:
+class TraceSubstitutes:
     """Knows the real tensors of a model by identity and by memory, and what was found beside them."""
 
     def __init__(self, model: nn.Module, storages: Storages) -> None:
@@ -51,13 +51,13 @@ class StandIns:
             outside: what is traced, by ``id`` of the real tensor; others are found and noted.
             caches: whether autocast keeps what it casts.
         """
-        found = dict(places(self._model))
-        traced = {name: held[leaf] for name, (held, leaf) in found.items()}
+        place_of = dict(places(self._model))
+        traced = {name: held[leaf] for name, (held, leaf) in place_of.items()}
         changed = []
         try:
             for name, first in self._canonical.items():
                 view = self._storages.views.get(first)
-                held, leaf = found[name]
+                held, leaf = place_of[name]
                 if view is not None and not isinstance(view.tensor, nn.Parameter):
                     changed.append((held, leaf, held[leaf]))
                     owner = traced[view.owner]
@@ -100,7 +100,7 @@ class StandIns:
         owner = self._owners.get(storage)
         if owner is not None:
             base = traced[owner] if real.requires_grad else traced[owner].detach()
-            found = ViewLayout.of(real).traced_within(base)
+            substitute = ViewLayout.of(real).traced_within(base)
         else:
             if real.device.type != "cpu":
                 raise UnsupportedOpError(
@@ -108,8 +108,8 @@ class StandIns:
                 )
             return self._outside(real, known)
         self._met.append(real)
-        known[id(real)] = found
-        return found
+        known[id(real)] = substitute
+        return substitute
 
     def _outside(self, real: torch.Tensor, known: dict[int, torch.Tensor]) -> torch.Tensor:
         if all(real is not other for other in self.outside):
@@ -122,7 +122,7 @@ class StandIns:
 class _Substitution(TorchFunctionMode):
     def __init__(
         self,
-        of: StandIns,
+        of: TraceSubstitutes,
         traced: Mapping[str, torch.Tensor],
         outside: Mapping[int, torch.Tensor],
         casts: CachedCasts,
@@ -135,11 +135,11 @@ class _Substitution(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = pytree.tree_map_only(torch.Tensor, self._stand_in, (args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self._substitute, (args, kwargs or {}))
         args, kwargs = self._casts.of(func, (args, kwargs))
         return self._constants.call(func, args, kwargs)
 
-    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _substitute(self, tensor: torch.Tensor) -> torch.Tensor:
         if (
             isinstance(tensor, (FakeTensor, FunctionalTensor))
             or torch._C._functorch.is_functorch_wrapped_tensor(tensor)

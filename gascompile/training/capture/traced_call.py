@@ -38,19 +38,19 @@ class TracedModel(TracedLoss):
         register_pytrees()
         with torch.no_grad():
             result = self.computed(leaves)
-            found, self.out_spec = pytree.tree_flatten(result)
-            for leaf in found:
+            leaves_out, self.out_spec = pytree.tree_flatten(result)
+            for leaf in leaves_out:
                 if not isinstance(leaf, (torch.Tensor, *_CONSTANTS)):
                     raise CaptureError(
                         f"the model returns a {type(leaf).__module__}.{type(leaf).__qualname__}, whose parts are not "
                         "known; let it return tensors in tuples, lists, dicts or outputs of transformers"
                     )
-            tensors = [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
+            tensors = [leaf for leaf in leaves_out if isinstance(leaf, torch.Tensor)]
             if not tensors:
                 raise CaptureError("the model returns no tensor, so there is nothing to compute")
             _require_written(self.out_spec)
-            self.leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in found]
-            self.is_tensor = [isinstance(leaf, torch.Tensor) for leaf in found]
+            self.leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves_out]
+            self.is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves_out]
             return tuple(tensor.clone() for tensor in tensors)
 
     def outputs(self, tensors: list[fx.Node]) -> tuple[fx.Node | Any, ...]:
@@ -81,16 +81,16 @@ def without_copies(
     A result that is whole in memory of its own is the caller's as it is. ``names`` are those of placeholders.
     """
     owners = bound_aliases(graph, names)
-    found: list[fx.Node] = []
+    results: list[fx.Node] = []
     for copied in outputs:
         (source,) = copied.all_input_nodes
         if owners[source] or not _is_whole(source):
-            found.append(copied)
+            results.append(copied)
             continue
         copied.replace_all_uses_with(source)
         graph.erase_node(copied)
-        found.append(source)
-    return found
+        results.append(source)
+    return results
 
 
 def _is_whole(node: fx.Node) -> bool:

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from gascompile.capture.record.record import Recorder
 from gascompile.core.errors import CaptureError, UnsupportedOpError
-from gascompile.training.capture.trace_substitutes import StandIns
+from gascompile.training.capture.trace_substitutes import TraceSubstitutes
 from gascompile.training.state.aliasing import places
 from gascompile.training.state.open_tensors import outline
 
@@ -29,7 +29,7 @@ class TracedLoss(nn.Module):
         model: nn.Module,
         loss_fn: LossFunction,
         spec: pytree.TreeSpec,
-        stand_ins: StandIns,
+        substitutes: TraceSubstitutes,
         recorder: Recorder,
         *,
         trains: bool,
@@ -39,7 +39,7 @@ class TracedLoss(nn.Module):
 
         Args:
             spec: of the batch.
-            stand_ins: what the loss sees in the place of real tensors.
+            substitutes: what the loss sees in the place of real tensors.
             recorder: takes note of what the loss reads in Python.
             trains: False for the value alone.
             caches: whether autocast keeps what it casts.
@@ -49,8 +49,8 @@ class TracedLoss(nn.Module):
         self._recorder = recorder
         self.model = model
         self._loss_fn, self._spec, self._trains = loss_fn, spec, trains
-        self._stand_ins = stand_ins
-        self.outside = list(stand_ins.outside)
+        self._substitutes = substitutes
+        self.outside = list(substitutes.outside)
         for number, tensor in enumerate(self.outside):
             self.register_buffer(f"{OUTSIDE}{number}", outline(tensor))
 
@@ -61,12 +61,12 @@ class TracedLoss(nn.Module):
             id(real): self.get_buffer(f"{OUTSIDE}{number}")
             for number, real in enumerate(self.outside)
         }
-        with self._stand_ins.active(outside, caches=self._caches):
+        with self._substitutes.active(outside, caches=self._caches):
             own = [(held, leaf, held[leaf]) for _, (held, leaf) in places(self.model)]
             with self._recorder.running():
-                found = self._loss_fn(self.model, batch)
+                returned = self._loss_fn(self.model, batch)
             _require_in_place(own)
-        return found
+        return returned
 
     def forward(self, *leaves: Any) -> torch.Tensor:
         """Return the loss, as a tensor of its own."""
@@ -78,11 +78,11 @@ class TracedLoss(nn.Module):
             )
         scalar = isinstance(loss, torch.Tensor) and not loss.dim()
         if not scalar or (self._trains and not loss.is_floating_point()):
-            found = (
+            returned = (
                 f"{tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             )
             raise CaptureError(
-                f"loss_fn returned {found}; it has to return one floating-point scalar tensor, such as a mean"
+                f"loss_fn returned {returned}; it has to return one floating-point scalar tensor, such as a mean"
             )
         if self._trains and not loss.requires_grad:
             raise CaptureError(

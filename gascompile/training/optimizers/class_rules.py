@@ -104,21 +104,21 @@ class ClassRule:
 
     def numbers(self, group: Group) -> list[float]:
         """Return the options of a group as numbers."""
-        found: list[float] = []
+        numbers: list[float] = []
         for name in self.options:
             value = group[name]
-            found += map(_number, value if name in self.tuples else (value,))
-        return found
+            numbers += map(_number, value if name in self.tuples else (value,))
+        return numbers
 
     def values(self, numbers: Sequence[float]) -> dict[str, Any]:
         """Return the options that ``numbers`` were made from."""
-        found, at = {}, 0
+        options, at = {}, 0
         for name in self.options:
             count = _LENGTHS[name] if name in self.tuples else 1
             values = [_value(name, number) for number in numbers[at : at + count]]
-            found[name] = tuple(values) if name in self.tuples else values[0]
+            options[name] = tuple(values) if name in self.tuples else values[0]
             at += count
-        return found
+        return options
 
     def fixed(self, group: Group) -> list[object]:
         """Return what a program has in it of a group: another value needs another program."""

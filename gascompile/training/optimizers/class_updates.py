@@ -56,10 +56,10 @@ class StandIn:
     @classmethod
     def of(cls, rule: ClassRule) -> StandIn:
         """Return the one of this thread."""
-        found: dict[str, StandIn] = cls._of_thread.__dict__
-        if rule.name not in found:
-            found[rule.name] = cls(rule)
-        return found[rule.name]
+        of_rule: dict[str, StandIn] = cls._of_thread.__dict__
+        if rule.name not in of_rule:
+            of_rule[rule.name] = cls(rule)
+        return of_rule[rule.name]
 
     def step(
         self,
@@ -166,15 +166,15 @@ def _update(
         if rule.whole:
             value = parameter.detach()
             part = part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())
-        found = stand_in.step(value, part, states if given else {}, options, count)
+        updated = stand_in.step(value, part, states if given else {}, options, count)
         for key, state in states.items():
             if rule.is_scalar(key):
                 # All pieces begin with the number of before.
                 if last == end:
-                    kept[key].copy_(found[key].reshape(1))
-            elif found[key] is not state:
-                state.copy_(found[key])
-        del part, found  # so that the next piece takes its memory
+                    kept[key].copy_(updated[key].reshape(1))
+            elif updated[key] is not state:
+                state.copy_(updated[key])
+        del part, updated  # so that the next piece takes its memory
 
 
 def _state(

@@ -279,12 +279,12 @@ class Rules:
 
     def tiles(self, *, accumulates: bool) -> list[StateTile]:
         """Return all that is kept of all parameters."""
-        found = []
+        every = []
         for slot in self.slots.values():
-            found += [tile for tiles in slot.tiles for tile in tiles]
-            found += slot.totals if accumulates else ()
-            found += slot.parts
-        return found
+            every += [tile for tiles in slot.tiles for tile in tiles]
+            every += slot.totals if accumulates else ()
+            every += slot.parts
+        return every
 
     def counts(self, entries: Mapping[int, Mapping[str, Any]]) -> tuple[dict[str, int], int]:
         """Return how often each parameter was updated, as far as its rule counts, and how often any was.
@@ -348,7 +348,7 @@ class Rules:
         parameter, *gradients, hyper = nodes
         gradients *= len(slot.tiles) if len(gradients) == 1 else 1
         group = self.optimizer.param_groups[slot.group]
-        found = []
+        updates = []
         parts = [(tile_nodes[tile.name], 0, tile.num_elements) for tile in slot.parts]
         places = parts or [(parameter, *ends) for ends in slot.ranges]
         for tiles, (value, begin, end), gradient in zip(slot.tiles, places, gradients, strict=True):
@@ -370,5 +370,5 @@ class Rules:
                 target = coded_updates.sgd_coded if is_coded else update_ops.sgd
             node = graph.call_function(target, args)
             node.meta["val"] = None
-            found.append(node)
-        return found
+            updates.append(node)
+        return updates

@@ -61,9 +61,9 @@ def _added(values: list[torch.Tensor], exchange: Exchange) -> list[torch.Tensor]
 
 def _total(value: torch.Tensor) -> torch.Tensor:
     """Return the sum of a tensor over the ranks; its gradient is that of each rank, summed in the same way."""
-    found = value.clone(memory_format=torch.contiguous_format)
-    exchange_under_way().add(found)
-    return found
+    summed = value.clone(memory_format=torch.contiguous_format)
+    exchange_under_way().add(summed)
+    return summed
 
 
 def _add_part(
@@ -139,10 +139,10 @@ def _whole(
         stride: of the parameter.
         bounds: range by range where each rank's elements begin, in its order of memory, and where the last ones end.
     """
-    found = parts[0].new_empty_strided(shape, stride)
+    assembled = parts[0].new_empty_strided(shape, stride)
     for part, ends in zip(parts, _per_range(parts, bounds), strict=True):
-        exchange_under_way().gather(range_of(found, ends[0], ends[-1]), sizes_of(ends), part)
-    return found
+        exchange_under_way().gather(range_of(assembled, ends[0], ends[-1]), sizes_of(ends), part)
+    return assembled
 
 
 def _per_range(parts: Sequence[object], bounds: Sequence[int]) -> list[Sequence[int]]:

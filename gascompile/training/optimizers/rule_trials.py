@@ -54,14 +54,14 @@ def _try(rule: ClassRule, numbers: Sequence[float]) -> None:
             key: torch.zeros(wanted[key].shape).fill_(value)
             for key, value in rule.first(options).items()
         }
-        found = StandIn.of(rule).step(parameter, gradient, begun, options, 0)
-        kept = {key: value for key, value in found.items() if key not in _BESIDE}
+        state = StandIn.of(rule).step(parameter, gradient, begun, options, 0)
+        kept = {key: value for key, value in state.items() if key not in _BESIDE}
         fits = kept.keys() == wanted.keys() and all(
             isinstance(value, torch.Tensor) and value.shape == wanted[key].shape
             for key, value in kept.items()
         )
-        if not fits or ("step" in found) != rule.counts:
-            _refuse(rule, f"keeps {sorted(found)} of a parameter, not {sorted(wanted)}")
+        if not fits or ("step" in state) != rule.counts:
+            _refuse(rule, f"keeps {sorted(state)} of a parameter, not {sorted(wanted)}")
 
 
 def _refuse(rule: ClassRule, why: str) -> None:

@@ -57,9 +57,9 @@ class UnplannedRules(Rules):
         number: int,
     ) -> torch.Tensor:
         """Return the number of the step alone."""
-        found = torch.zeros(self.hyper_length(group), dtype=torch.float64)
-        found[-1] = number
-        return found
+        hyper = torch.zeros(self.hyper_length(group), dtype=torch.float64)
+        hyper[-1] = number
+        return hyper
 
 
 def require_step(optimizer: torch.optim.Optimizer) -> None:

@@ -71,9 +71,9 @@ def part_of(
     ordered = gradient.permute(order)
     columns = parameter.numel() // ordered.shape[0]
     first, last = begin // columns, -(-end // columns)
-    found = ordered[first:last].contiguous()
-    is_copy = found.data_ptr() != ordered[first:last].data_ptr()
-    return found.view(-1)[begin - first * columns : end - first * columns], is_copy
+    rows = ordered[first:last].contiguous()
+    is_copy = rows.data_ptr() != ordered[first:last].data_ptr()
+    return rows.view(-1)[begin - first * columns : end - first * columns], is_copy
 
 
 def pieces(begin: int, end: int, *, whole: bool) -> Iterator[tuple[int, int]]:
@@ -228,8 +228,8 @@ def _clip_scale(norms: list[torch.Tensor], limit: float) -> torch.Tensor:
 
 def total_norm_of(norms: list[torch.Tensor]) -> torch.Tensor:
     """Return the norm of what has ``norms``, as ``torch.nn.utils.clip_grad_norm_`` does."""
-    found: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return found
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
 
 
 def _refuse_nan(loss: torch.Tensor, hyper: torch.Tensor) -> None:

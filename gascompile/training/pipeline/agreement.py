@@ -101,7 +101,7 @@ def in_words(problem: CutProblem, choice: StageCut, what: str) -> str:
     """
     count = choice.num_batches
     times = ", ".join(f"{time_s * count:.4g}" for time_s in choice.stage_s)
-    found = (
+    text = (
         f"{len(choice.stage_s)} stages of {count} micro-batch{'es' if count > 1 else ''} are predicted to take "
         f"{choice.time_s:.4g} s {what} ({times} s on each rank, which waits for others in {choice.alone_share:.0%} of "
         "it)"
@@ -112,9 +112,9 @@ def in_words(problem: CutProblem, choice: StageCut, what: str) -> str:
         if (cut := cut_stages(replace(problem, ranks=[own]), [1])) is not None
     }
     if not alone:
-        return f"{found}; no rank alone has the memory"
+        return f"{text}; no rank alone has the memory"
     best = min(alone, key=alone.__getitem__)
-    found += f"; rank {best} alone would take {alone[best]:.4g} s"
+    text += f"; rank {best} alone would take {alone[best]:.4g} s"
     if alone[best] <= choice.time_s:
-        found += ", so that the pipeline gives no speed-up"
-    return found
+        text += ", so that the pipeline gives no speed-up"
+    return text

@@ -124,8 +124,8 @@ class Pipeline:
         require_provable(joint)
         self._ranks.compare("the captured step", serial.digest(_marks(joint)).encode())
         counts = self._counts(joint, batch) if trains else [1]
-        found = staged_of(joint, every(joint))
-        divided = partial(self._divided, joint, found, costs, memory)
+        staging = staged_of(joint, every(joint))
+        divided = partial(self._divided, joint, staging, costs, memory)
         stages, count = divided(counts, num_states)
         while count > 1:
             part, rows = split_rows(batch, count)
@@ -133,18 +133,18 @@ class Pipeline:
             require_provable(small)
             self._ranks.compare("a micro-batch's step", serial.digest(_marks(small)).encode())
             own = staged_of(small, every(small))
-            if _are_alike(found, own):
+            if _are_alike(staging, own):
                 return self._made(small, own, stages, count, rows, batch, every(small), trains)
             counts = [number for number in counts if number != count]
             if counts == [1]:
                 self.whole = "the model runs other ops for a micro-batch than for all rows"
             stages, count = divided(counts, num_states)
-        return self._made(joint, found, stages, 1, 0, batch, every(joint), trains)
+        return self._made(joint, staging, stages, 1, 0, batch, every(joint), trains)
 
     def _made(
         self,
         joint: Joint,
-        found: Staged,
+        staging: Staged,
         stages: Sequence[int],
         count: int,
         rows: int,
@@ -152,7 +152,7 @@ class Pipeline:
         every: Sequence[str],
         trains: bool,
     ) -> PipelineStage:
-        legs = found.legs(stages, self.size, holders_of(found.forward, stages))
+        legs = staging.legs(stages, self.size, holders_of(staging.forward, stages))
         if self.who is None:
             self.who = placed(legs, joint, every)
         inputs = zip(joint.inputs, pytree.tree_leaves(batch), strict=True)
@@ -162,7 +162,7 @@ class Pipeline:
         counter = None
         if count > 1 or self.mesh.num_replicas > 1:
             counter = ignored_counter(joint, rows or num_rows(batch))
-        numbers = [legs.leg_of[node] for node in found.ops]
+        numbers = [legs.leg_of[node] for node in staging.ops]
         facts = [numbers, count, sorted(self.who.owners.items()), _marks(joint)]
         flying = outstanding_bytes(legs, schedule, self.rank)
         replicas = self.mesh.num_replicas
@@ -201,10 +201,10 @@ class Pipeline:
         self._ranks.exchange.add(tables)
         seconds = partial(self._ranks.ladder().seconds, divided=False)
         # Pipelines wait for the slowest one before updates.
-        found = waits(legs, stage.cut.orders, tables.amax(0).tolist(), seconds)
-        left = dict(found.before_s)
+        waiting = waits(legs, stage.cut.orders, tables.amax(0).tolist(), seconds)
+        left = dict(waiting.before_s)
         # What comes after the legs comes when the last rank is done with them.
-        end_s = max(found.ends_s) - found.ends_s[self.rank]
+        end_s = max(waiting.ends_s) - waiting.ends_s[self.rank]
         ops = []
         for op in workload.ops:
             wait_s = 0.0
@@ -233,7 +233,7 @@ class Pipeline:
     def _divided(
         self,
         joint: Joint,
-        found: Staged,
+        staging: Staged,
         costs: Costs,
         memory: StageMemory,
         counts: Sequence[int],
@@ -241,10 +241,10 @@ class Pipeline:
     ) -> tuple[list[int], int]:
         """Return the stage of each op of the forward pass, and the number of micro-batches."""
         if self.who is not None:
-            stages = _as_before(joint, found, self.who)
+            stages = _as_before(joint, staging, self.who)
             count = self.choice.num_batches if self.choice is not None else 1
             return stages, count if count in counts else max(n for n in counts if n <= count)
-        size = found.num_forward
+        size = staging.num_forward
         if size < self.size:
             raise UnsupportedOpError(f"a model of {size} ops cannot be {self.size} stages")
         if forced is not None:
@@ -253,8 +253,8 @@ class Pipeline:
             return stages_of(begins, size), max(n for n in counts if n <= count)
         workload = costs(joint)
         names = {p: name for p, name in joint.bound.items() if name in joint.gradients}
-        ops = stage_ops(found, names, workload, num_states)
-        times_s = op_seconds(found, workload, memory.site)
+        ops = stage_ops(staging, names, workload, num_states)
+        times_s = op_seconds(staging, workload, memory.site)
         problem = agreed_problem(self._ranks, ops, times_s, memory, has_backward=True)
         choice = cut_stages(problem, counts)
         if choice is None:
@@ -264,7 +264,7 @@ class Pipeline:
                 tier=memory.site,
                 limit_bytes=min(rank.budget_bytes for rank in problem.ranks),
                 required_bytes=least[place] // max(counts),
-                op=found.forward[place].name,
+                op=staging.forward[place].name,
             )
         self.choice = choice
         self.note = in_words(problem, choice, "a step")
@@ -286,21 +286,21 @@ def stages_of(begins: Sequence[int], size: int) -> list[int]:
     return [sum(begin <= place for begin in begins) - 1 for place in range(size)]
 
 
-def _are_alike(first: Staged, found: Staged) -> bool:
+def _are_alike(first: Staged, second: Staged) -> bool:
     """Return whether two captures have the same ops, so that stages of the one are those of the other."""
-    one, other = ([str(node.target) for node in of.forward] for of in (first, found))
+    one, other = ([str(node.target) for node in of.forward] for of in (first, second))
     return one == other
 
 
-def _as_before(joint: Joint, found: Staged, who: Placed) -> list[int]:
+def _as_before(joint: Joint, staging: Staged, who: Placed) -> list[int]:
     """Return the stages of another step's ops, by who has the parameters that they read.
 
     Raises:
         UnsupportedOpError: it reads them in another order.
     """
-    own, stage, last = set(found.ops), 0, len(who.held) - 1
+    own, stage, last = set(staging.ops), 0, len(who.held) - 1
     stages = []
-    for node in found.forward:
+    for node in staging.forward:
         names = {joint.bound[s.name] for s in placeholders(node, own) if s.name in joint.bound}
         needed = names & who.owners.keys()
         able = [s for s in range(stage, last + 1) if needed <= who.held[s]]

@@ -86,11 +86,11 @@ def _given(node: fx.Node, *names: str) -> Any:
 
 def _of_batch(joint: Joint) -> set[fx.Node]:
     """Return what depends on the batch."""
-    found: set[fx.Node] = set()
+    dependent: set[fx.Node] = set()
     for node in joint.graph_module.graph.nodes:
-        if node.name in joint.inputs or not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
+        if node.name in joint.inputs or not dependent.isdisjoint(node.all_input_nodes):
+            dependent.add(node)
+    return dependent
 
 
 def why_whole(joint: Joint, rows: int) -> str:
@@ -194,15 +194,15 @@ def ignored_counter(joint: Joint, rows: int) -> Counter | None:
     names = [n.name for n in nodes if n.op == "placeholder"]
 
     def counts(leaves: Sequence[Any]) -> list[list[int]]:
-        found = []
+        ignored_of = []
         num_rows = next(leaf.shape[0] for leaf in leaves if _has_rows(leaf))
         for begin in range(0, num_rows, rows):
             own = [leaf[begin : begin + rows] if _has_rows(leaf) else leaf for leaf in leaves]
             given = {**dict(zip(joint.inputs, own, strict=True)), **joint.outside}
             targets = run(*(given.get(name) for name in names))
             pairs = zip(targets, ignored, strict=True)
-            found.append([int((target == number).sum()) for target, number in pairs])
-        return found
+            ignored_of.append([int((target == number).sum()) for target, number in pairs])
+        return ignored_of
 
     return counts
 
@@ -212,13 +212,13 @@ def _has_rows(leaf: Any) -> bool:
 
 
 def _needed(nodes: Sequence[Any]) -> set[fx.Node]:
-    found, left = set[fx.Node](), list(nodes)
+    needed, left = set[fx.Node](), list(nodes)
     while left:
         node = left.pop()
-        if node not in found:
-            found.add(node)
+        if node not in needed:
+            needed.add(node)
             left += node.all_input_nodes
-    return found
+    return needed
 
 
 def split_rows(batch: Any, count: int) -> tuple[Any, int]:

@@ -29,12 +29,12 @@ in which Gloo moves as many."""
 
 def held_by(legs: Legs, bound: Mapping[str, str]) -> list[set[str]]:
     """Return the names of what each rank reads of the tensors that placeholders are bound to."""
-    found: list[set[str]] = [set() for _ in range(legs.num_stages)]
+    names_of: list[set[str]] = [set() for _ in range(legs.num_stages)]
     own = legs.leg_of.keys()
     for node, leg in legs.leg_of.items():
         names = (bound.get(source.name) for source in placeholders(node, own))
-        found[legs.rank_of(leg)].update(name for name in names if name is not None)
-    return found
+        names_of[legs.rank_of(leg)].update(name for name in names if name is not None)
+    return names_of
 
 
 def late_bytes(joint: Joint) -> int:
@@ -168,7 +168,7 @@ class _Maker:
 
     def _summed(self) -> dict[str, fx.Node]:
         """Exchange the sums of gradients that several ranks have parts of; return those that this rank updates with."""
-        found: dict[str, fx.Node] = {}
+        sums: dict[str, fx.Node] = {}
         coming: list[tuple[str, int, int]] = []
         for name, terms in self._terms.items():
             owner = self._who.owners[name]
@@ -179,25 +179,25 @@ class _Maker:
                 elif owner == self._rank:
                     coming.append((name, other, tag))
             if owner == self._rank and name in self._totals:
-                found[name] = self._totals[name]
+                sums[name] = self._totals[name]
         for name, other, tag in coming:
             parts = self._terms[name]
             like = next(term for term in parts if self._rank_of(term, name) == other)
             received = self._to.receive(like, other, tag)
-            found[name] = self._to.total([found[name], received]) if name in found else received
-        return self._of_all({name: found[name] for name in self._terms if name in found})
+            sums[name] = self._to.total([sums[name], received]) if name in sums else received
+        return self._of_all({name: sums[name] for name in self._terms if name in sums})
 
     def _of_all(self, gradients: dict[str, fx.Node]) -> dict[str, fx.Node]:
         """Add the gradients of all pipelines: large ones one by one, and the others together."""
         if self._num_replicas == 1:
             return gradients
         small = [n for n, node in gradients.items() if node.meta["val"].numel() < _FEWEST_ALONE]
-        found = {n: self._across(node) for n, node in gradients.items() if n not in small}
+        sums = {n: self._across(node) for n, node in gradients.items() if n not in small}
         if small:
             nodes = [gradients[name] for name in small]
             totals = rank_nodes.added(self._to.graph, nodes, rank_ops.across)
-            found.update(zip(small, totals, strict=True))
-        return {name: found[name] for name in gradients}
+            sums.update(zip(small, totals, strict=True))
+        return {name: sums[name] for name in gradients}
 
     def _across(self, node: fx.Node) -> fx.Node:
         return rank_nodes.added(self._to.graph, [node], rank_ops.across)[0]
@@ -219,13 +219,13 @@ class _Maker:
         for rank, tag in enumerate(tags):
             to.send(whole, rank, tag)
         # What looks at the loss and may end the step comes after all have it.
-        found = to.graph.call_function(torch.ops.aten.clone.default, (whole,))
-        found.meta["val"] = whole.meta["val"]
-        return found
+        copied = to.graph.call_function(torch.ops.aten.clone.default, (whole,))
+        copied.meta["val"] = whole.meta["val"]
+        return copied
 
     def _copies(self) -> tuple[Copied, ...]:
         """Return which new values this rank sends or receives, of parameters that several ranks have."""
-        found = []
+        copies = []
         for name in self._joint.gradients:
             owner = self._who.owners[name]
             for other, held in enumerate(self._who.held):
@@ -235,8 +235,8 @@ class _Maker:
                 if self._rank in (owner, other):
                     sends = self._rank == owner
                     peer = other if sends else owner
-                    found.append(Copied(name=name, peer=peer, tag=tag, sends=sends))
-        return tuple(found)
+                    copies.append(Copied(name=name, peer=peer, tag=tag, sends=sends))
+        return tuple(copies)
 
 
 def _scale_start(joint: Joint, count: int) -> None:

@@ -33,7 +33,7 @@ def program_of(joint: Joint, name: str) -> StepProgram:
     first = next(node for node in graph.nodes if node.op != "placeholder")
     for placeholder in (*joint.bound, *inputs):
         first.prepend(nodes[placeholder])
-    found = Program(
+    program = Program(
         name=name,
         graph_module=fx.GraphModule(joint.graph_module, graph),
         inputs=tuple(input_spec(nodes[node], i) for i, node in enumerate(inputs)),
@@ -44,7 +44,7 @@ def program_of(joint: Joint, name: str) -> StepProgram:
         out_spec=pytree.treespec_dumps(pytree.tree_structure(output.args[0])),
     )
     return StepProgram(
-        program=found,
+        program=program,
         tiles={},
         outside=tuple(joint.outside.values()),
         num_constants=joint.num_constants,
@@ -97,32 +97,32 @@ def staged_of(joint: Joint, trained: Collection[str]) -> Staged:
 def holders_of(ops: Sequence[fx.Node], stages: Sequence[int]) -> dict[str, set[int]]:
     """Return the stages that read what a placeholder is bound to."""
     own = set(ops)
-    found: dict[str, set[int]] = {}
+    holders: dict[str, set[int]] = {}
     for node, stage in zip(ops, stages, strict=True):
         for source in placeholders(node, own):
-            found.setdefault(source.name, set()).add(stage)
-    return found
+            holders.setdefault(source.name, set()).add(stage)
+    return holders
 
 
 def stage_ops(
-    found: Staged, names: Mapping[str, str], workload: Workload, num_states: int
+    staging: Staged, names: Mapping[str, str], workload: Workload, num_states: int
 ) -> StageOps:
     """Return what the ops of the forward pass, each with its part of the backward pass, need and send.
 
     Args:
-        found: the ops.
+        staging: the ops.
         names: placeholder -> name of the weights that count, those that are trained where there is a backward pass.
         workload: bytes of all ops.
         num_states: vectors beside each weight.
     """
-    size = found.num_forward
-    first = holders_of(found.forward, range(size))
-    legs = found.legs(range(size), size, first)
+    size = staging.num_forward
+    first = holders_of(staging.forward, range(size))
+    legs = staging.legs(range(size), size, first)
     weights, counts = [0] * size, [0] * size
     seen: set[str] = set()
-    for node in found.forward:
+    for node in staging.forward:
         place = legs.leg_of[node]
-        for source in placeholders(node, set(found.ops)):
+        for source in placeholders(node, set(staging.ops)):
             name = names.get(source.name)
             if name is not None and name not in seen:
                 seen.add(name)
@@ -156,10 +156,10 @@ def stage_ops(
     )
 
 
-def op_seconds(found: Staged, workload: Workload, site: str) -> list[float]:
+def op_seconds(staging: Staged, workload: Workload, site: str) -> list[float]:
     """Return what each op of the forward pass takes, with its part of the backward pass."""
-    size = found.num_forward
-    legs = found.legs(range(size), size, holders_of(found.forward, range(size)))
+    size = staging.num_forward
+    legs = staging.legs(range(size), size, holders_of(staging.forward, range(size)))
     times = {op.name: op.time_s[site] for op in workload.ops}
     seconds = [0.0] * size
     for node, leg in legs.leg_of.items():
@@ -174,12 +174,12 @@ def _bytes(node: fx.Node) -> int:
 
 def _spans(legs: Legs) -> dict[fx.Node, tuple[int, int]]:
     """Return the stages between which each value is sent, where each op is a stage."""
-    found: dict[fx.Node, tuple[int, int]] = {}
+    spans: dict[fx.Node, tuple[int, int]] = {}
     for message in legs.messages:
         ends = legs.rank_of(message.source), legs.rank_of(message.target)
-        low, high = found.get(message.value, ends)
-        found[message.value] = min(low, *ends), max(high, *ends)
-    return found
+        low, high = spans.get(message.value, ends)
+        spans[message.value] = min(low, *ends), max(high, *ends)
+    return spans
 
 
 def _kept(legs: Legs) -> list[fx.Node]:
@@ -187,7 +187,7 @@ def _kept(legs: Legs) -> list[fx.Node]:
     size = legs.num_stages
     late = [node for node, leg in legs.leg_of.items() if leg >= size]
     own = legs.leg_of.keys()
-    found: dict[fx.Node, None] = {}
+    read: dict[fx.Node, None] = {}
     for node in late:
         left = list(node.all_input_nodes)
         while left:
@@ -195,8 +195,8 @@ def _kept(legs: Legs) -> list[fx.Node]:
             if source not in own:
                 left += source.all_input_nodes
             elif legs.leg_of[source] < size:
-                found[source] = None
-    return list(found)
+                read[source] = None
+    return list(read)
 
 
 def cuts(sent: Sequence[int]) -> list[bool]:

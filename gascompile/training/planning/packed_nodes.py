@@ -47,8 +47,8 @@ def _decode(weight: fx.Node, value: PackedValue) -> tuple[BoundSpec, Forms]:
     weight.meta = {**weight.meta, "val": dense.new_empty(outline.shape, dtype=outline.dtype)}
     for user, path in list(_uses(weight)):
         with weight.graph.inserting_before(user):
-            found = _seen(weight, _decoded(weight, value, dense), path)
-        user.replace_input_with(path[-1] if path else weight, found)
+            seen = _seen(weight, _decoded(weight, value, dense), path)
+        user.replace_input_with(path[-1] if path else weight, seen)
     spec = value.spec
     forms = Forms(
         stored=spec.stored,
@@ -89,15 +89,15 @@ def _decoded(weight: fx.Node, value: PackedValue, dense: torch.Tensor) -> fx.Nod
         node.meta["val"] = _run(target, args, kwargs) if target is not DECODE else dense
         return node
 
-    found = added(DECODE, weight, value.form, columns, value.spec.group, value.dtype)
+    decoded = added(DECODE, weight, value.form, columns, value.spec.group, value.dtype)
     if value.heads:
         half = value.shape[0] // (2 * value.heads)
-        found = added(_VIEW, found, [value.heads, half, 2, columns])
-        found = added(torch.ops.aten.permute.default, found, [0, 2, 1, 3])
+        decoded = added(_VIEW, decoded, [value.heads, half, 2, columns])
+        decoded = added(torch.ops.aten.permute.default, decoded, [0, 2, 1, 3])
         whole = {"memory_format": torch.contiguous_format}
-        found = added(torch.ops.aten.clone.default, found, **whole)
-        found = added(_VIEW, found, list(value.shape))
-    return found
+        decoded = added(torch.ops.aten.clone.default, decoded, **whole)
+        decoded = added(_VIEW, decoded, list(value.shape))
+    return decoded
 
 
 def _run(

@@ -34,11 +34,11 @@ def added(
     """Add the sums of values over the ranks, or those of ``target``, in one exchange."""
     total = graph.call_function(target, (nodes,))
     total.meta["val"] = [torch.empty_like(node.meta["val"]) for node in nodes]
-    found = []
+    sums = []
     for number, value in enumerate(total.meta["val"]):
-        found.append(graph.call_function(operator.getitem, (total, number)))
-        found[-1].meta["val"] = value
-    return found
+        sums.append(graph.call_function(operator.getitem, (total, number)))
+        sums[-1].meta["val"] = value
+    return sums
 
 
 def own_parts(
@@ -47,19 +47,19 @@ def own_parts(
     """Add the sums over the ranks of what ``rank`` updates of a parameter, range by range."""
     like = parameter.meta["val"]
     shape, stride = list(like.shape), list(like.stride())
-    found = []
+    parts = []
     for bounds, (begin, end) in zip(slot.bounds, slot.ranges, strict=True):
         args = (gradient, shape, stride, list(bounds), rank)
-        found.append(graph.call_function(rank_ops.add_part, args))
-        found[-1].meta["val"] = gradient.meta["val"].new_empty(end - begin)
-    return found
+        parts.append(graph.call_function(rank_ops.add_part, args))
+        parts[-1].meta["val"] = gradient.meta["val"].new_empty(end - begin)
+    return parts
 
 
 def norm(graph: fx.Graph, norms: list[fx.Node]) -> fx.Node:
     """Add the norm of what all ranks have parts of, from those of this rank's."""
-    found = graph.call_function(rank_ops.norm, (norms,))
-    found.meta["val"] = norms[0].meta["val"].new_empty(())
-    return found
+    node = graph.call_function(rank_ops.norm, (norms,))
+    node.meta["val"] = norms[0].meta["val"].new_empty(())
+    return node
 
 
 def gathered(graph: fx.Graph, slot: Slot, parameter: fx.Node) -> None:
@@ -120,15 +120,15 @@ def divide(
 
 def _made_of(parameter: fx.Node) -> list[fx.Node]:
     """Return a parameter's node, and its views and casts, which are made again rather than kept; in their order."""
-    found = {parameter}
+    made = {parameter}
     for node in parameter.graph.nodes:
-        sources = [source for source in node.all_input_nodes if source in found]
+        sources = [source for source in node.all_input_nodes if source in made]
         if not sources or sources != node.all_input_nodes or node.op != "call_function":
             continue
         is_cast = node.target is torch.ops.aten._to_copy.default
         if is_cast or may_share_memory(node, sources[0]):
-            found.add(node)
-    return sorted(found)
+            made.add(node)
+    return sorted(made)
 
 
 def _again(node: fx.Node, again: dict[fx.Node, fx.Node], reader: fx.Node) -> fx.Node:
@@ -148,9 +148,9 @@ def _gathered_before(
     bounds = [end for ends in slot.bounds for end in ends]
     with parameter.graph.inserting_before(reader):
         args = (parts, list(like.shape), list(like.stride()), bounds)
-        found = parameter.graph.call_function(rank_ops.whole, args)
-    found.meta["val"] = like.new_empty_strided(like.shape, like.stride())
-    return found
+        whole = parameter.graph.call_function(rank_ops.whole, args)
+    whole.meta["val"] = like.new_empty_strided(like.shape, like.stride())
+    return whole
 
 
 def require_synchronised(graph: fx.Graph) -> None:

@@ -46,14 +46,13 @@ _EXACT = 1 << 53
 _seeded = (torch.Tag.nondeterministic_seeded,)
 _library = torch.library.Library(NAMESPACE, "DEF")
 _WHERE = "int[] order, int outer, int rows, int inner, int ranks"
+"""The dimensions in the order in which they lie in memory; ``Geometry``; and the number of ranks."""
 _library.define(f"dropout(Tensor input, float p, {_WHERE}) -> (Tensor, Tensor)", tags=_seeded)
 _library.define(
     "drawn(int[] size, ScalarType dtype, str law, float[] numbers, "
     f"{_WHERE}, *, Device? device=None) -> Tensor",
     tags=_seeded,
 )
-Where = tuple[list[int], int, int, int, int]
-"""The dimensions in the order in which they lie in memory; ``Geometry``; and the number of ranks."""
 
 
 def _dropout(
@@ -73,10 +72,10 @@ def _drawn(
     *where: Any,
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    found = torch.empty(size, dtype=dtype, device=device)
-    if found.device.type == "cpu":
-        _fill(found, law, numbers, where)
-    return found
+    numbers_drawn = torch.empty(size, dtype=dtype, device=device)
+    if numbers_drawn.device.type == "cpu":
+        _fill(numbers_drawn, law, numbers, where)
+    return numbers_drawn
 
 
 def _fill(values: torch.Tensor, law: str, numbers: Sequence[float], where: Any) -> None:
@@ -121,18 +120,20 @@ def _is_idle(node: fx.Node) -> bool:
 
 def described(graph: fx.Graph) -> list[object]:
     """Return what all ranks draw alike, in their order: ops, numbers and sizes, without the number of own rows."""
-    found: list[object] = []
+    described_draws: list[object] = []
     for node in draws_of(graph):
         if node.target is dropout:
             _, p, _, outer, _, inner, _ = node.args
-            found.append(["dropout", p, outer, inner])
+            described_draws.append(["dropout", p, outer, inner])
         elif node.target is drawn:
             _, dtype, law, numbers, _, outer, _, inner, _ = node.args
-            found.append([law, str(dtype), numbers, outer, inner])
+            described_draws.append([law, str(dtype), numbers, outer, inner])
         else:
             given = pytree.tree_leaves((node.args, node.kwargs))
-            found.append([str(node.target), [repr(x) for x in given if not isinstance(x, fx.Node)]])
-    return found
+            described_draws.append(
+                [str(node.target), [repr(x) for x in given if not isinstance(x, fx.Node)]]
+            )
+    return described_draws
 
 
 def with_a_row_more(batch: Any) -> Any:
@@ -187,18 +188,18 @@ def _axes(
     """
     graph = more.graph_module.graph
     known = row_axes(graph, batch, rows, {})
-    found: dict[fx.Node, State] = {}
+    axes: dict[fx.Node, State] = {}
     supposed: dict[fx.Node, State] = {}
     for node, other in drawn:
         operand = next(iter(other.all_input_nodes), None)
         state = known[operand] if operand is not None else FREE
-        found[other] = state if not isinstance(state, list) else UNKNOWN
+        axes[other] = state if not isinstance(state, list) else UNKNOWN
         before, after = shape_of(node), shape_of(other)
-        if found[other] is FREE and before == after:
-            found[other] = SAME
-        elif found[other] is FREE and len(before) == len(after):
+        if axes[other] is FREE and before == after:
+            axes[other] = SAME
+        elif axes[other] is FREE and len(before) == len(after):
             dims = [dim for dim, size in enumerate(after) if size != before[dim]]
-            found[other] = UNKNOWN
+            axes[other] = UNKNOWN
             if len(dims) == 1 and after[dims[0]] == rows:
                 supposed[other] = Axis(dims[0])
     if supposed:
@@ -206,8 +207,8 @@ def _axes(
         both = row_axes(graph, batch, rows, supposed)
         for node, axis in supposed.items():
             is_met = _is_met(node, known, alone, both, more.loss)
-            found[node] = axis if is_met else UNKNOWN
-    return found
+            axes[node] = axis if is_met else UNKNOWN
+    return axes
 
 
 def _is_met(

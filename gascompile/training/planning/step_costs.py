@@ -295,19 +295,19 @@ class _Rehearsal:
                     break
                 inputs = {source: self._input(source) for source in node.all_input_nodes}
                 self._evict(set(inputs))
-                found = self._call(node, inputs, pages)
-                if found is None:
+                cost = self._call(node, inputs, pages)
+                if cost is None:
                     self._wanted.discard(kind)
                 else:
-                    times_s[kind].append(found.time_s)
-                    scratch_bytes[kind] = max(scratch_bytes[kind], found.scratch_bytes)
+                    times_s[kind].append(cost.time_s)
+                    scratch_bytes[kind] = max(scratch_bytes[kind], cost.scratch_bytes)
             for source in self._frees[node]:
                 self._values.pop(source, None)
         self._values.clear()
         return {
-            kind: OpCost(_typical(found), scratch_bytes[kind])
-            for kind, found in times_s.items()
-            if found
+            kind: OpCost(_typical(seconds), scratch_bytes[kind])
+            for kind, seconds in times_s.items()
+            if seconds
         }
 
     def _call(
@@ -329,11 +329,11 @@ class _Rehearsal:
         return OpCost(time_s + _CALL_S, max(scratch_bytes, 0))
 
     def _input(self, node: fx.Node) -> Any:
-        found = self._values.pop(node, None)
-        if found is None:
-            found = pytree.tree_map_only(torch.Tensor, made_up, node.meta.get("val"))
-        self._values[node] = found
-        return found
+        value = self._values.pop(node, None)
+        if value is None:
+            value = pytree.tree_map_only(torch.Tensor, made_up, node.meta.get("val"))
+        self._values[node] = value
+        return value
 
     def _evict(self, kept: set[fx.Node]) -> None:
         """Let go of what was not used for longest until what is left fits."""

@@ -324,9 +324,9 @@ class _Builder:
 
     def _of_norms(self, op: torch._ops.OpOverload, norms: list[fx.Node], *args: float) -> fx.Node:
         """Add an op of the norms of all gradients, whose result is one number."""
-        found = self._graph.call_function(op, (norms, *args))
-        found.meta["val"] = norms[0].meta["val"].new_empty(())
-        return found
+        node = self._graph.call_function(op, (norms, *args))
+        node.meta["val"] = norms[0].meta["val"].new_empty(())
+        return node
 
     def _update(self, slot: Slot, gradients: list[fx.Node], scale: fx.Node | None) -> None:
         nodes = (self._parameter[slot.name], *gradients, self._hyper[slot.group])

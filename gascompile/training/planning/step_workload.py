@@ -35,11 +35,11 @@ def step_workload(
         sites: other tiers whose processors may run updates.
     """
     with true_strides():
-        found = annotate(program.program, machine, sites=sites).workload
+        annotated = annotate(program.program, machine, sites=sites).workload
     nodes = {node.name: node for node in program.program.op_nodes()}
     own = machine.compute_tier
-    drawing = {op.name for op in found.ops if draws(nodes[op.name].target)}
-    exchanging = {op.name for op in found.ops if rank_ops.exchanges(nodes[op.name].target)}
+    drawing = {op.name for op in annotated.ops if draws(nodes[op.name].target)}
+    exchanging = {op.name for op in annotated.ops if rank_ops.exchanges(nodes[op.name].target)}
     ops = tuple(
         replace(
             op,
@@ -51,7 +51,7 @@ def step_workload(
             ),
             workspace_bytes=op.workspace_bytes + (_own_bytes(nodes[op.name]) if traced else 0),
         )
-        for op in found.ops
+        for op in annotated.ops
     )
     moments = {name for name, tile in program.tiles.items() if not tile.is_part}
     # What the program changes is moved like a weight: the plan decides, not its kind.
@@ -59,12 +59,12 @@ def step_workload(
         replace(t, kind=TensorKind.WEIGHT)
         if t.kind is TensorKind.STATE and t.name not in moments
         else t
-        for t in found.tensors
+        for t in annotated.tensors
     )
     for name, users in ((RANDOM, drawing), (EXCHANGE, exchanging)):
         if users:
             tensors = (*tensors, TensorSpec(name=name, size_bytes=0, kind=TensorKind.INPUT))
-    return replace(found, ops=ops, tensors=tensors)
+    return replace(annotated, ops=ops, tensors=tensors)
 
 
 def _meta(arg: object) -> object:

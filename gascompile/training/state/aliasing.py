@@ -50,9 +50,9 @@ class ViewLayout:
 
     def without_memory(self, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor that has this shape alone."""
-        found = torch.empty_strided(self.size, self.stride, dtype=dtype)
-        found.untyped_storage().resize_(0)
-        return found
+        tensor = torch.empty_strided(self.size, self.stride, dtype=dtype)
+        tensor.untyped_storage().resize_(0)
+        return tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +96,8 @@ class Storages:
         for name, tensor in tensors.items():
             _require_values(name, tensor)
             groups.setdefault(tensor.untyped_storage()._cdata, {})[name] = tensor
-        found = [(group, _owner(group)) for group in groups.values()]
-        for group, owner in found:
+        owned = [(group, _owner(group)) for group in groups.values()]
+        for group, owner in owned:
             self._take(group, owner)
 
     def _take(self, group: Mapping[str, torch.Tensor], owner: str | None) -> None:

@@ -215,12 +215,12 @@ class CheckpointFolder:
         self.finish()
         self._require_folder()
         with self._shared():
-            found = found_in(self.folder)
-            if not found:
+            saved = found_in(self.folder)
+            if not saved:
                 raise CheckpointError(
                     f"there is no checkpoint in {self.folder}; pass the folder that save was given"
                 )
-            newest = found[-1]
+            newest = saved[-1]
             verify(newest)
             loading = self._looked_at(newest, states, changing)
             self._restore(states, loading)

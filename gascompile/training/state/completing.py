@@ -69,8 +69,8 @@ def look(folder: Path, rank: int, known: Sharing | None, agree: Agree) -> Here:
         CheckpointError: there is none; on all ranks.
     """
     own = [path.name for path in found_in(folder)]
-    found = agree("what is there", lambda: [place_of(folder), own])
-    names = sorted({name for _, names in found for name in names}, reverse=True)
+    seen = agree("what is there", lambda: [place_of(folder), own])
+    names = sorted({name for _, names in seen for name in names}, reverse=True)
 
     def require() -> None:
         if not names:
@@ -79,9 +79,7 @@ def look(folder: Path, rank: int, known: Sharing | None, agree: Agree) -> Here:
             )
 
     agree("which one", require)
-    sharing = known or sharing_of(
-        [place or number for number, (place, _) in enumerate(found)], rank
-    )
+    sharing = known or sharing_of([place or number for number, (place, _) in enumerate(seen)], rank)
     return Here(folder=folder / names[0], others=tuple(names[1:]), sharing=sharing)
 
 
@@ -94,13 +92,13 @@ def verified(here: Here, agree: Agree) -> Here:
         CheckpointError: there is none, or folders are of different runs; on all ranks.
     """
     name, share, of = here.folder.name, here.sharing.share, len(here.sharing.own)
-    found = agree(f"verifying {name}", partial(_own_part, here.folder, share, of))
-    manifests = {digest for digest, _, _ in found if digest}
+    parts = agree(f"verifying {name}", partial(_own_part, here.folder, share, of))
+    manifests = {digest for digest, _, _ in parts if digest}
     groups = here.sharing.groups
-    absent = tuple(not found[group[0]][0] for group in groups)
-    every = {name for _, listed, _ in found for name in listed}
+    absent = tuple(not parts[group[0]][0] for group in groups)
+    every = {name for _, listed, _ in parts for name in listed}
     lacked = tuple(
-        frozenset(every if gone else {name for rank in group for name in found[rank][2]})
+        frozenset(every if gone else {name for rank in group for name in parts[rank][2]})
         for group, gone in zip(groups, absent, strict=True)
     )
     nowhere = frozenset.intersection(*lacked)
@@ -115,7 +113,7 @@ def verified(here: Here, agree: Agree) -> Here:
                 f"the folders of ranks hold different checkpoints under the name {name}; take all from one run"
             )
         for file in sorted(nowhere):
-            why = next((bad[file] for _, _, bad in found if file in bad), "it is in no folder")
+            why = next((bad[file] for _, _, bad in parts if file in bad), "it is in no folder")
             raise CheckpointError(
                 f"{here.folder / file} is damaged: {why}; take the folder from a backup"
             )

@@ -66,7 +66,7 @@ class FileValues:
         _require_apart(self._tensors)
         checkpoint = open_checkpoint_of(model, Path(path))
         self.stamps = checkpoint.stamps
-        self.sources = self._found(model, canonical, checkpoint, store)
+        self.sources = self._matched(model, canonical, checkpoint, store)
         self.packed = packed_values(self.sources, self._tensors, self.where)
         """Those that are kept as their files have them, by name."""
         rest = [name for name in self._tensors if name not in self.sources]
@@ -115,14 +115,14 @@ class FileValues:
             UnsupportedOpError: steps change what is packed.
         """
         self.require_frozen(changing)
-        found = {
+        lying = {
             name: source
             for name, source in self.sources.items()
             if name in self.packed
             or (name in tensors and name not in changing and _lies_as_kept(source, tensors[name]))
         }
         try:
-            return SourceSlots(found, self.stamps)
+            return SourceSlots(lying, self.stamps)
         except StorageError as error:
             raise CheckpointError(str(error)) from error
 
@@ -243,7 +243,7 @@ class FileValues:
 
         return plain if wanted == stored else converted
 
-    def _found(
+    def _matched(
         self,
         model: nn.Module,
         canonical: Mapping[str, str],
@@ -269,10 +269,10 @@ class FileValues:
         )
 
     def _whole(self, name: str, files: SourceFiles) -> torch.Tensor:
-        found = torch.empty(self.sources[name].shape, dtype=self._tensors[name].dtype)
-        if found.numel():
-            self._reader(name, files)(found.view(-1).view(torch.uint8).numpy().data, 0)
-        return found
+        values = torch.empty(self.sources[name].shape, dtype=self._tensors[name].dtype)
+        if values.numel():
+            self._reader(name, files)(values.view(-1).view(torch.uint8).numpy().data, 0)
+        return values
 
 
 def _lies_as_kept(source: WeightSource, tensor: torch.Tensor) -> bool:

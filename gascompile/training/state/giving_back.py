@@ -108,5 +108,5 @@ def _moments_back(states: States) -> list[str]:
 def available_bytes() -> int:
     """Return what this process may still take, control groups included."""
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    (found,) = (int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    return min(found << 10, memory_limit().size_bytes - own_bytes())
+    (available_kib,) = (int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    return min(available_kib << 10, memory_limit().size_bytes - own_bytes())

@@ -110,11 +110,11 @@ class NamedValues:
     def _updated(self, name: str) -> torch.Tensor:
         """Return a copy of a parameter, which the rank that updates it gives to all."""
         assert self._total is not None, "only ranks make a pipeline"
-        found = self.persistent.value(name)
+        values = self.persistent.value(name)
         placed = self.rules.placed
         if not self.spread[name].ranges or (placed is not None and placed.replica):
-            found.zero_()
-        return self._total(found, f"reading '{PART}' of '{name}'")
+            values.zero_()
+        return self._total(values, f"reading '{PART}' of '{name}'")
 
     def assign(self, name: str, value: torch.Tensor) -> None:
         """Give a parameter or buffer a new value, a divided one its part of it.

@@ -45,16 +45,16 @@ def answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _numpy(tensor: OpenTensor, *args: Any, **kwargs: Any) -> Any:
-    found = plain(tensor).numpy(*args, **kwargs)
+    array = plain(tensor).numpy(*args, **kwargs)
     # A copy: who writes to it would not change the model.
-    found.flags.writeable = False
-    return found
+    array.flags.writeable = False
+    return array
 
 
 def _array(tensor: OpenTensor, *args: Any, **kwargs: Any) -> Any:
-    found = values_of(tensor).__array__(*args, **kwargs)
-    found.flags.writeable = False
-    return found
+    array = values_of(tensor).__array__(*args, **kwargs)
+    array.flags.writeable = False
+    return array
 
 
 def _set_data(tensor: OpenTensor, value: torch.Tensor) -> None:

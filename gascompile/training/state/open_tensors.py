@@ -108,11 +108,11 @@ class Cover:
 
     def shared_copy(self) -> torch.Tensor:
         """Return a copy that stays the same for all who ask, until somebody writes to the tensor."""
-        found = self._copy() if self._copy is not None else None
-        if found is None or found._version:
-            found = self.value().detach()
-            self._copy = weakref.ref(found)
-        return found
+        shared = self._copy() if self._copy is not None else None
+        if shared is None or shared._version:
+            shared = self.value().detach()
+            self._copy = weakref.ref(shared)
+        return shared
 
     def assign(self, value: torch.Tensor) -> None:
         """Take a new value over."""
@@ -158,8 +158,8 @@ class OpenTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
             memo[id(self)] = plain(self)
-        found: torch.Tensor = memo[id(self)]
-        return found
+        copied: torch.Tensor = memo[id(self)]
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return plain(self).__reduce_ex__(protocol)
@@ -215,7 +215,7 @@ def _made(
     *,
     requires_grad: bool = False,
 ) -> OpenTensor:
-    found: OpenTensor = torch.Tensor._make_wrapper_subclass(
+    opened: OpenTensor = torch.Tensor._make_wrapper_subclass(
         kind,
         like.shape,
         strides=like.stride(),
@@ -226,9 +226,9 @@ def _made(
         requires_grad=requires_grad,
     )
     # Code that goes past the ops, such as an extension, gets an error in the place of no memory.
-    torch._C._set_throw_on_mutable_data_ptr(found)
-    found._cover, found._views = cover, views
-    return found
+    torch._C._set_throw_on_mutable_data_ptr(opened)
+    opened._cover, opened._views = cover, views
+    return opened
 
 
 def _viewed(whole: torch.Tensor, views: tuple[Change, ...]) -> torch.Tensor:
@@ -246,30 +246,30 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """Return open views: what is written to them is written to the whole."""
     tensor, *rest = args
     outline = _viewed(tensor._cover.outline(), tensor._views)
-    found = func(outline, *rest, **kwargs)
-    if isinstance(found, torch.Tensor):
+    viewed = func(outline, *rest, **kwargs)
+    if isinstance(viewed, torch.Tensor):
         views = (*tensor._views, lambda whole: func(whole, *rest, **kwargs))
-        return _made(OpenTensor, tensor._cover, found, views)
+        return _made(OpenTensor, tensor._cover, viewed, views)
 
     def part(number: int) -> Change:
         return lambda whole: func(whole, *rest, **kwargs)[number]
 
     return [
         _made(OpenTensor, tensor._cover, like, (*tensor._views, part(number)))
-        for number, like in enumerate(found)
+        for number, like in enumerate(viewed)
     ]
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[OpenTensor]:
     """Return the open tensors that an op writes to."""
     hidden = func.overloadpacket.__name__ in _HIDDEN
-    found: list[OpenTensor] = []
+    written: list[OpenTensor] = []
     for number, argument in enumerate(func._schema.arguments):
         value = args[number] if number < len(args) else kwargs.get(argument.name)
         alias = argument.alias_info
         if (alias and alias.is_write) or (hidden and argument.name in _HIDDEN_ARGUMENTS):
-            found += [t for t in pytree.tree_leaves(value) if isinstance(t, OpenTensor)]
-    return found
+            written += [t for t in pytree.tree_leaves(value) if isinstance(t, OpenTensor)]
+    return written
 
 
 def outline(tensor: torch.Tensor) -> torch.Tensor:
@@ -290,8 +290,8 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, OpenTensor):
         return tensor
     with torch.no_grad():
-        found: torch.Tensor = torch.ops.aten.clone.default(tensor)
-    return found
+        values: torch.Tensor = torch.ops.aten.clone.default(tensor)
+    return values
 
 
 def refusal(what: str, args: Any) -> OpenStepError:

@@ -14,7 +14,7 @@ import torch
 from gascompile.core.errors import CheckpointError, UnsupportedOpError
 from gascompile.core.sources import WeightSource
 from gascompile.formats.layout import group_of, is_read_packed
-from gascompile.formats.ops import FormSpec, decoded, wire_matrix
+from gascompile.formats.ops import FormSpec, decoded, transfer_matrix
 from gascompile.training.capture.unbacked_tensors import untouched
 
 
@@ -41,7 +41,7 @@ class PackedValue:
 
     def outline(self) -> torch.Tensor:
         """Return a tensor of as many bytes as files have, in memory that nobody has touched."""
-        dtype, shape = wire_matrix(self.form, self.shape[0], self.shape[1], group_of(self.form))
+        dtype, shape = transfer_matrix(self.form, self.shape[0], self.shape[1], group_of(self.form))
         with untouched():
             return torch.empty(shape, dtype=getattr(torch, dtype))
 
@@ -51,18 +51,18 @@ class PackedValue:
 
     def without_memory(self) -> torch.Tensor:
         """Return a tensor of the host that has the layout of the values, and no memory for them."""
-        found = torch.empty(self.shape, dtype=self.dtype)
-        found.untyped_storage().resize_(0)
-        return found
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        tensor.untyped_storage().resize_(0)
+        return tensor
 
     def values(self, kept: torch.Tensor) -> torch.Tensor:
         """Return the values of the bytes of files."""
         group = group_of(self.form)
-        found = decoded(kept, self.form, self.shape[1], group, self.dtype)
+        values = decoded(kept, self.form, self.shape[1], group, self.dtype)
         if self.heads:
-            pairs = found.view(self.heads, -1, 2, self.shape[1])
-            found = pairs.transpose(1, 2).reshape(self.shape)
-        return found
+            pairs = values.view(self.heads, -1, 2, self.shape[1])
+            values = pairs.transpose(1, 2).reshape(self.shape)
+        return values
 
     def require_same(self, kept: torch.Tensor, value: torch.Tensor) -> None:
         """Refuse another value than the one that files have.
@@ -94,7 +94,7 @@ def packed_values(
     Raises:
         UnsupportedOpError: one of them is trained, or laid out otherwise than its file has it.
     """
-    found = {}
+    packed = {}
     for name, source in sources.items():
         tensor = tensors[name]
         if not is_read_packed(source.dtype):
@@ -113,11 +113,11 @@ def packed_values(
             raise UnsupportedOpError(
                 f"'{name}' lies packed in {where} and has strides of its own in the model; leave it contiguous"
             )
-        found[name] = PackedValue(
+        packed[name] = PackedValue(
             name=name,
             form=source.dtype,
             shape=tuple(tensor.shape),
             dtype=tensor.dtype,
             heads=source.interleaved_heads,
         )
-    return found
+    return packed

@@ -144,13 +144,13 @@ def stored_in(files: Iterable[Path], *, whole: bool = True) -> dict[str, Stored]
             at = source.extents[0].offset if source.extents else 0
             piece = TensorPiece(offsets=offsets, sizes=tuple(source.shape), file=file, at=at)
             pieces.setdefault(name, {}).setdefault((piece.offsets, piece.sizes), piece)
-    found = {
+    stored_as = {
         name: Stored(name=name, dtype=dtype, shape=shape, pieces=tuple(pieces[name].values()))
         for name, (dtype, shape) in kinds.items()
     }
-    for stored in found.values():
+    for stored in stored_as.values():
         _require_sound(stored, whole=whole)
-    return found
+    return stored_as
 
 
 def _table(file: Path) -> dict[str, tuple[str, Numbers, Numbers]]:
@@ -163,19 +163,19 @@ def _table(file: Path) -> dict[str, tuple[str, Numbers, Numbers]]:
         if PIECES not in metadata:
             return {}
         listed = parse_json(metadata[PIECES].encode(), where="its pieces")
-        found = {}
+        table = {}
         for key, (name, offsets, shape) in listed.items():
             numbers = [*offsets, *shape]
             if not isinstance(name, str) or len(offsets) != len(shape):
                 raise ValueError(key)
             if any(type(number) is not int or number < 0 for number in numbers):
                 raise ValueError(key)
-            found[key] = (name, tuple(offsets), tuple(shape))
+            table[key] = (name, tuple(offsets), tuple(shape))
     except (FormatError, OSError, ValueError, TypeError, AttributeError, struct.error) as error:
         raise CheckpointError(
             f"{file} says wrongly what it has pieces of ({error}); take it from a backup"
         ) from error
-    return found
+    return table
 
 
 def _require_sound(stored: Stored, *, whole: bool) -> None:

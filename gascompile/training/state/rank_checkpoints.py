@@ -204,7 +204,7 @@ class RankCheckpoints(CheckpointFolder):
     def _opened(self, sharing: Sharing, agree: Agree, state: bytes) -> tuple[RankSaving, bytes]:
         """Return an empty checkpoint in each folder under the same number, and what rank 0 says of the run."""
         told = agree("who may write", partial(self._next, sharing, state))
-        number = max(found for found, _, _ in told)
+        number = max(free for free, _, _ in told)
         mark = f"-{told[0][1]}"
         saving = RankSaving(self.folder, number, mark, sharing=sharing, agree=agree)
         agree("a folder for it", saving.make if sharing.is_first else bool)
@@ -287,7 +287,7 @@ class RankCheckpoints(CheckpointFolder):
 
     def _agreed_on(self, states: States, changing: frozenset[str], agree: Agree) -> Loading:
         """Return what may be taken over, once files have come that are in folders of other ranks alone."""
-        found: list[Loading] = []
+        loading: list[Loading] = []
 
         def looked_at() -> bool:
             here = self._here
@@ -295,18 +295,18 @@ class RankCheckpoints(CheckpointFolder):
             if here.is_absent:
                 return False
             try:
-                found[:] = [self._looked_at(here.folder, states, changing)]
+                loading[:] = [self._looked_at(here.folder, states, changing)]
             except CheckpointError:
                 if not here.lacking:
                     raise
                 return False
-            return not here.lacking or _suffices(found[0], self._ranks.layout.size)
+            return not here.lacking or _suffices(loading[0], self._ranks.layout.size)
 
         if not all(agree("what it has", looked_at)):
             assert self._here is not None, "it was verified"
             self._here = completed(self._here, self._ranks, agree)
             agree("what it has now", looked_at)
-        return found[0]
+        return loading[0]
 
     def _stored(self, newest: Path) -> dict[str, Stored]:
         here = self._here

@@ -96,45 +96,45 @@ def sharing_seen(seen: Sequence[Sequence[int]], rank: int, ranks: Ranks) -> Shar
     Raises:
         StorageError: one sees another that does not see it; on all ranks.
     """
-    found = sharing_of([tuple(names) for names in seen], rank)
-    if any(list(group) != list(seen[group[0]]) for group in found.groups):
+    sharing = sharing_of([tuple(names) for names in seen], rank)
+    if any(list(group) != list(seen[group[0]]) for group in sharing.groups):
         raise ranks.known(
             StorageError(
                 f"ranks see each other's folders in part ({list(map(list, seen))}): give each host a folder of its "
                 "own, or all of them one that shows what others write at once"
             )
         )
-    return found
+    return sharing
 
 
 def owners(entries: Mapping[str, Entry], ranks: Sequence[int]) -> dict[str, int]:
     """Return who writes each tensor that is no part of one, so that all write about as much."""
     loads = dict.fromkeys(ranks, 0)
-    found, whole = {}, {}
+    owner_of, whole = {}, {}
     for name, entry in entries.items():
         if entry.owner is not None:
-            found[name] = entry.owner
+            owner_of[name] = entry.owner
             loads[entry.owner] = loads.get(entry.owner, 0) + entry.size_bytes
         elif not entry.own:
             whole[name] = entry.size_bytes
     for name in sorted(whole, key=lambda name: (-whole[name], name)):
         least = min(ranks, key=lambda rank: (loads[rank], rank))
         loads[least] += whole[name]
-        found[name] = least
-    return found
+        owner_of[name] = least
+    return owner_of
 
 
 def parts_of(
     entries: Mapping[str, Entry], owner: Mapping[str, int], rank: int, persistent: Persistent
 ) -> list[Part]:
     """Return what a rank writes: its parts of tensors of which each has some, and its tensors of the others."""
-    found = []
+    parts = []
     for name, entry in entries.items():
         if entry.own:
-            found += own_parts(name, entry, persistent)
+            parts += own_parts(name, entry, persistent)
         elif owner[name] == rank:
-            found.append(whole_part(name, entry))
-    return found
+            parts.append(whole_part(name, entry))
+    return parts
 
 
 def raised(work: Callable[[], object]) -> OSError | None:

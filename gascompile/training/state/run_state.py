@@ -27,8 +27,8 @@ def read_state(folder: Path) -> dict[str, Any]:
     wrong = ["what it is"] if not isinstance(state, dict) else _wrong_in(state)
     if wrong:
         raise CheckpointError(f"{file} is damaged in {wrong[0]}; take the folder from a backup")
-    found: dict[str, Any] = state
-    return found
+    checked: dict[str, Any] = state
+    return checked
 
 
 def _wrong_in(state: Mapping[str, Any]) -> list[str]:

@@ -86,7 +86,7 @@ def whole_part(name: str, entry: Entry) -> Part:
 
 def own_parts(name: str, entry: Entry, persistent: Persistent) -> list[Part]:
     """Return what this rank has of a tensor of which each has ranges."""
-    found = []
+    parts = []
     lies = tuple(entry.shape[dim] for dim in entry.order) or entry.shape
     for own in entry.own:
         if own.begin == own.end:
@@ -96,7 +96,7 @@ def own_parts(name: str, entry: Entry, persistent: Persistent) -> list[Part]:
             value = Entry(dtype=entry.dtype, shape=(own.end - own.begin,), parts=(own.name,))
             rows = [named(name, entry.shape, offsets) for offsets, _ in every]
             keys = tuple((key, sizes) for (key, _), (_, sizes) in zip(rows, every, strict=True))
-            found.append(Part(value=value, keys=keys, table=tuple(rows)))
+            parts.append(Part(value=value, keys=keys, table=tuple(rows)))
             continue
         at = 0
         back = sorted(range(len(lies)), key=entry.order.__getitem__)
@@ -106,8 +106,8 @@ def own_parts(name: str, entry: Entry, persistent: Persistent) -> list[Part]:
             row = named(name, entry.shape, [offsets[dim] for dim in back])
             shape = tuple(sizes[dim] for dim in back)
             value = Entry(dtype=entry.dtype, shape=shape, made=made)
-            found.append(Part(value=value, keys=((row[0], shape),), table=(row,)))
-    return found
+            parts.append(Part(value=value, keys=((row[0], shape),), table=(row,)))
+    return parts
 
 
 def _turned(
@@ -212,11 +212,11 @@ def check_tensors(path: Path, sources: Mapping[str, Stored], entries: Mapping[st
             f"{extra[:3]} ({len(extra)} in all) that this model and optimizer do not"
         )
     for name, entry in entries.items():
-        found = (sources[name].dtype, sources[name].shape)
+        stored = (sources[name].dtype, sources[name].shape)
         wanted = (str(entry.dtype).removeprefix("torch."), entry.shape)
-        if found != wanted:
+        if stored != wanted:
             raise CheckpointError(
-                f"{path} is of another run: '{name}' is {found[0]} {list(found[1])} there and "
+                f"{path} is of another run: '{name}' is {stored[0]} {list(stored[1])} there and "
                 f"{wanted[0]} {list(wanted[1])} here"
             )
 

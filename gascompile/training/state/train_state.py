@@ -164,30 +164,30 @@ class States(NamedValues):
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies in memory, in torch's own formats."""
-        found = {name: self.value(name) for name in (*self.tensors, *self.storages.views)}
+        values = {name: self.value(name) for name in (*self.tensors, *self.storages.views)}
         plain_state = self.model.state_dict(keep_vars=True)
         model = {}
         for name, own in self.names().items():
             value = plain_state[name]
             plain = value.detach().clone() if isinstance(value, torch.Tensor) and not own else value
-            model[name] = found[own] if own else plain
+            model[name] = values[own] if own else plain
         return {"model": model, "optimizer": self._with_moments(listed(self.optimizer))}
 
-    def _with_moments(self, found: dict[str, Any]) -> dict[str, Any]:
+    def _with_moments(self, optimizer_state: dict[str, Any]) -> dict[str, Any]:
         """Return an optimizer's state with copies of what is kept here."""
-        kept = copy.deepcopy(found["state"])
+        kept = copy.deepcopy(optimizer_state["state"])
         state = {**kept, **{i: entry for _, i, entry in self.entries()}}
-        return {**found, "state": dict(sorted(state.items()))}
+        return {**optimizer_state, "state": dict(sorted(state.items()))}
 
-    def _saved(self, found: dict[str, Any]) -> dict[str, Any]:
+    def _saved(self, optimizer_state: dict[str, Any]) -> dict[str, Any]:
         self._before_access()
-        return self._with_moments(found)
+        return self._with_moments(optimizer_state)
 
-    def _loaded(self, found: dict[str, Any]) -> dict[str, Any]:
+    def _loaded(self, optimizer_state: dict[str, Any]) -> dict[str, Any]:
         """Take the moments of an optimizer's state over, and return the rest."""
         self._before_access()
-        self._take_over(*self._checked(found))
-        return self._rest(found)
+        self._take_over(*self._checked(optimizer_state))
+        return self._rest(optimizer_state)
 
     def entries(self, *, own: bool = False) -> Iterable[tuple[Slot, int, dict[str, Any]]]:
         """Yield what torch's optimizer would hold per trained parameter, after the first update.
@@ -217,23 +217,23 @@ class States(NamedValues):
     def _first(self, slot: Slot) -> Mapping[str, float]:
         return self.rules.first(self.optimizer.param_groups[slot.group])
 
-    def load_state_dict(self, found: Mapping[str, Any]) -> None:
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Replace all values by those of ``model.state_dict()`` and ``optimizer.state_dict()``.
 
         Raises:
             CheckpointError: they are of another model or optimizer; nothing has changed then.
         """
-        if set(found) != {"model", "optimizer"}:
+        if set(states) != {"model", "optimizer"}:
             raise CheckpointError(
-                f"a state has the keys 'model' and 'optimizer', this one {sorted(found)}; "
+                f"a state has the keys 'model' and 'optimizer', this one {sorted(states)}; "
                 "pass {'model': model.state_dict(), 'optimizer': optimizer.state_dict()}"
             )
-        model = found["model"]
+        model = states["model"]
         kept = self.model.state_dict(keep_vars=True)
         require_same(type(self.model).__name__, shapes_of(model), self._wanted(kept))
-        checked = self._checked(found["optimizer"])
+        checked = self._checked(states["optimizer"])
         self.generation += 1
-        restore(self.optimizer, self._rest(found["optimizer"]))
+        restore(self.optimizer, self._rest(states["optimizer"]))
         for name, own in self.names().items():
             if own:
                 self.assign(own, model[name])
@@ -248,19 +248,19 @@ class States(NamedValues):
         return shapes_of(like)
 
     def _checked(
-        self, found: Mapping[str, Any]
+        self, optimizer_state: Mapping[str, Any]
     ) -> tuple[dict[int, Mapping[str, Any]], dict[str, int], int]:
         """Return an optimizer's moments by number of the parameter, counts of updates, and of steps.
 
         Raises:
             CheckpointError: they are of another optimizer.
         """
-        state = found["state"]
+        state = optimizer_state["state"]
         entries = {slot.index: state.get(slot.index, {}) for slot in self.rules.slots.values()}
         counts, num_steps = self.rules.counts(entries)
         for slot in self.rules.slots.values():
             self._check_moments(slot, entries[slot.index])
-        self.rules.check_groups(found["param_groups"])
+        self.rules.check_groups(optimizer_state["param_groups"])
         return entries, counts, num_steps
 
     def _take_over(
@@ -291,14 +291,16 @@ class States(NamedValues):
         """Replace the optimizer's hyperparameters by checked ones, and what else is its own by ``state``."""
         restore(self.optimizer, self._rest({"param_groups": groups, **state}))
 
-    def _rest(self, found: Mapping[str, Any]) -> dict[str, Any]:
+    def _rest(self, optimizer_state: Mapping[str, Any]) -> dict[str, Any]:
         # Moments stay out: torch would keep a copy of each in memory.
         slots = {slot.index for slot in self.rules.slots.values() if self._keys(slot)}
         own: Mapping[Any, Any] = (
-            found["state"] if "state" in found else listed(self.optimizer)["state"]
+            optimizer_state["state"]
+            if "state" in optimizer_state
+            else listed(self.optimizer)["state"]
         )
         rest = {key: value for key, value in own.items() if key not in slots}
-        return {**found, "state": rest}
+        return {**optimizer_state, "state": rest}
 
     def _check_moments(self, slot: Slot, entry: Mapping[str, Any]) -> None:
         if entry:

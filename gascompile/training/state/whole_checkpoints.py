@@ -239,8 +239,8 @@ def _manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder} is no checkpoint of the formats {' and '.join(map(repr, forms))}"
         )
-    found = manifest.get("files")
-    files: dict[str, Any] = found if isinstance(found, dict) else {"": None}
+    listed = manifest.get("files")
+    files: dict[str, Any] = listed if isinstance(listed, dict) else {"": None}
     entries = files.values()
     sound = all(isinstance(e, dict) and {"bytes", "sha256"} <= e.keys() for e in entries)
     if not sound or any(Path(name).name != name for name in files):
@@ -268,7 +268,7 @@ def verify(folder: Path) -> None:
 
 def damaged(folder: Path, share: int = 0, of: int = 1) -> dict[str, str]:
     """Return the files of a share that are missing or others than were saved, and why; raises ``CheckpointError``."""
-    found = {}
+    why_of = {}
     for name, entry in list(listed_in(folder).items())[share::of]:
         file = folder / name
         size_bytes = file.stat().st_size if file.is_file() else -1
@@ -278,8 +278,8 @@ def damaged(folder: Path, share: int = 0, of: int = 1) -> dict[str, str]:
             why = "its SHA-256 is not that of what was saved"
         else:
             continue
-        found[name] = why
-    return found
+        why_of[name] = why
+    return why_of
 
 
 def digest_of(file: Path) -> str:

@@ -200,7 +200,7 @@ def run_twice(toy: Toy, plan: Plan, device: Forgetful) -> None:
             x = torch.randn(4, WIDTH)
             assert_equal(executor.run(x), toy.eager(x))
         # What was asked for ahead, for a third run: its errors are those of whoever waits for it.
-        for ticket in executor.mover._visits.values():
+        for ticket in executor.mover._staged.values():
             ticket.wait()
 
 

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from gascompile.formats import ops as wire_ops
+from gascompile.formats import ops as format_ops
 from gascompile.formats.layout import DEFAULT_GROUPS, FORMS
 from gascompile.formats.quantize import pack
-from gascompile.runtime.kernels.on_wire import TritonWire
+from gascompile.runtime.kernels.packed_triton import TritonPackedKernels
 
 HERE = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-class Counting(TritonWire):
+class Counting(TritonPackedKernels):
     """Counts what it did."""
 
     def __init__(self) -> None:
@@ -31,20 +31,20 @@ class Counting(TritonWire):
         return self._count("decode", args)
 
     def _count(self, name: str, args: tuple[object, ...]) -> bool:
-        did = bool(getattr(TritonWire, name)(self, *args))
+        did = bool(getattr(TritonPackedKernels, name)(self, *args))
         self.done[name] += did
         return did
 
 
 @pytest.fixture
 def counting() -> Iterator[Counting]:
-    before = {device: wire_ops.kernels_for(device) for device in ("cpu", "cuda")}
+    before = {device: format_ops.kernels_for(device) for device in ("cpu", "cuda")}
     found = Counting()
     for device in before:
-        wire_ops.use_kernels(found, device=device)
+        format_ops.use_kernels(found, device=device)
     yield found
     for device, kernels in before.items():
-        wire_ops.use_kernels(kernels, device=device)
+        format_ops.use_kernels(kernels, device=device)
 
 
 @pytest.mark.parametrize("place", HERE)
@@ -56,12 +56,12 @@ def test_linear_layers_of_a_graph(
     group = DEFAULT_GROUPS[form]
     weight = torch.randn(96, 128)
     packed = pack(weight, form, group).to(place)
-    values = wire_ops.decoded(packed, form, 128, group, torch.float32)
+    values = format_ops.decoded(packed, form, 128, group, torch.float32)
     assert counting.done["decode"] == (form != "int4")
     bias = torch.randn(96).to(place, dtype)
     for rows, name in ((3, "linear"), (40, "linear_by_blocks")):
         x = torch.randn(rows, 128).to(place, dtype)
-        result = wire_ops.LINEAR(x, packed, bias, form, group)
+        result = format_ops.LINEAR(x, packed, bias, form, group)
         expected = x.double() @ values.double().T + bias.double()
         size = float(expected.abs().max())
         assert float((result.double() - expected).abs().max()) <= size * (
@@ -79,20 +79,20 @@ def test_what_is_not_for_it_is_plain_torch(place: str, counting: Counting) -> No
     apart.copy_(packed)
     x = torch.randn(2, 64).to(place)
     before = dict(counting.done)
-    moved = wire_ops.LINEAR(x, apart, None, "int8", 16)
-    narrow = wire_ops.LINEAR(x, weight.bfloat16().to(place), None, "bfloat16", 0)
+    moved = format_ops.LINEAR(x, apart, None, "int8", 16)
+    narrow = format_ops.LINEAR(x, weight.bfloat16().to(place), None, "bfloat16", 0)
     assert counting.done == before
-    assert torch.allclose(moved, wire_ops.LINEAR(x, packed, None, "int8", 16), atol=1e-5)
+    assert torch.allclose(moved, format_ops.LINEAR(x, packed, None, "int8", 16), atol=1e-5)
     assert torch.allclose(narrow.cpu(), x.cpu() @ weight.bfloat16().float().T, atol=1e-4)
 
 
 def test_a_tile_is_written_where_it_belongs(counting: Counting) -> None:
     packed = pack(torch.randn(32, 64), "int10", 16)
     x = torch.randn(4, 64)
-    whole = wire_ops.LINEAR(x, packed, None, "int10", 16)
+    whole = format_ops.LINEAR(x, packed, None, "int10", 16)
     out = None
     for begin in (0, 16):
         part = packed[begin : begin + 16]
-        out = wire_ops.linear_tile(out, x, part, None, begin, 32, "int10", 16)
+        out = format_ops.linear_tile(out, x, part, None, begin, 32, "int10", 16)
     assert out is not None and torch.allclose(out, whole, atol=1e-5)
     assert counting.done["linear_by_blocks"] == 2

@@ -1,4 +1,4 @@
-"""At rest: what a plan's iteration finds where, so that a first one can begin like any other."""
+"""Initial residency: what a plan's iteration finds where, so that a first one can begin like any other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gascompile.core.plan import Plan
 from gascompile.core.steps import Compute, Offload, Release, Reload, Step, Wait
 
 
-def at_rest(
+def initial_residency(
     plan: Plan, persistent: Collection[str]
 ) -> tuple[frozenset[str], tuple[Offload | Reload, ...]]:
     """Return the tensors that are away before the first step, and moves that the last iteration has started.

@@ -1,6 +1,6 @@
-"""Rerun moves: layouts with one rerun more, one fewer, or one at another place, as steps of a search.
+"""Recomputation moves: layouts with one recomputation more, one fewer, or one at another place, as steps of a search.
 
-A rerun may stand before any op up to the use of its results, and more than once: where room for it is, and
+A recomputation may stand before any op up to the use of its results, and more than once: where room for it is, and
 where what it reads is there. What it reads that is dead by then lives on for it, or is made anew as well.
 """
 
@@ -14,15 +14,15 @@ from gascompile.passes.intervals.strategies import all_moved
 from gascompile.passes.model.interval_layout import Run, RunLayout, layout_of
 
 _FEWER, _ELSEWHERE = 0.3, 0.5
-"""Up to which draw a change takes a rerun back, or puts it before another op; beyond that it adds one."""
+"""Up to which draw a change takes a recomputation back, or puts it before another op; beyond that it adds one."""
 _EARLY = 0.4
-"""How often a rerun stands before an earlier op than the one that needs it."""
+"""How often a recomputation stands before an earlier op than the one that needs it."""
 _INPUTS = 0.5
-"""How often a dead input of a rerun is made anew beside it."""
+"""How often a dead input of a recomputation is made anew beside it."""
 
 
-def rerun_moves(plan: RunLayout, chance: random.Random) -> RunLayout | None:
-    """Return ``plan`` with one rerun changed, ``None`` where the draw allows nothing."""
+def recompute_moves(plan: RunLayout, chance: random.Random) -> RunLayout | None:
+    """Return ``plan`` with one recomputation changed, ``None`` where the draw allows nothing."""
     again = [run for run in plan.runs if run.again]
     draw = chance.random()
     if again and draw < _ELSEWHERE:
@@ -38,7 +38,7 @@ def rerun_moves(plan: RunLayout, chance: random.Random) -> RunLayout | None:
 
 
 def least_excess(base: RunLayout, chance: random.Random, attempts: int) -> Selection:
-    """Return what leaves, beside which reruns, where everything that may leave does: as near the limit as found.
+    """Return what leaves, beside which recomputations, where all that may leave does: as near the limit as can be.
 
     Args:
         base: what to begin with.
@@ -49,11 +49,11 @@ def least_excess(base: RunLayout, chance: random.Random, attempts: int) -> Selec
     for _ in range(attempts):
         if best.fits:
             break
-        plan = rerun_moves(best.plan, chance)
+        plan = recompute_moves(best.plan, chance)
         if plan is not None:
-            found = all_moved(plan)
-            if found.excess_bytes <= best.excess_bytes:
-                best = found
+            moved = all_moved(plan)
+            if moved.excess_bytes <= best.excess_bytes:
+                best = moved
     return best
 
 
@@ -71,11 +71,11 @@ def _with_one_more(plan: RunLayout, chance: random.Random) -> RunLayout | None:
     pending, added = [source], False
     while pending:
         source = pending.pop()
-        rerun = Run(place, source)
-        if rerun in runs or not may_run_again(task, source, place):
+        recomputation = Run(place, source)
+        if recomputation in runs or not may_run_again(task, source, place):
             continue
         added = True
-        runs = _with(runs, rerun)
+        runs = _with(runs, recomputation)
         for tensor in task.reads[source]:
             dead = not task.persistent[tensor] and _last_op(plan, tensor) < place
             writers = [op for op in task.writers.get(tensor, ()) if op < place]
@@ -88,11 +88,12 @@ def _last_op(plan: RunLayout, tensor: int) -> int:
     return plan.runs[plan.last_access[tensor]].op
 
 
-def _with(runs: list[Run], rerun: Run) -> list[Run]:
+def _with(runs: list[Run], recomputation: Run) -> list[Run]:
     """Return the runs with one more, behind those before the same op whose results it may need."""
     at = next(
         k
         for k, run in enumerate(runs)
-        if run.op > rerun.op or (run.op == rerun.op and run.source >= rerun.source)
+        if run.op > recomputation.op
+        or (run.op == recomputation.op and run.source >= recomputation.source)
     )
-    return [*runs[:at], rerun, *runs[at:]]
+    return [*runs[:at], recomputation, *runs[at:]]

@@ -1,18 +1,18 @@
-"""Products with packed weights on a GPU, by the Triton kernels: what ``wire_ops`` calls for tensors of a GPU."""
+"""Products with packed weights on a GPU, by the Triton kernels: what ``formats.ops`` calls for tensors of a GPU."""
 
 from __future__ import annotations
 
 import torch
 
-from gascompile.formats import ops as wire_ops
+from gascompile.formats import ops as format_ops
 from gascompile.formats.layout import FORMS
 from gascompile.formats.packings import Packing
 from gascompile.runtime import kernels
 from gascompile.runtime.kernels.checks import DTYPES
 
 
-class TritonWire:
-    """The launchers behind the questions of ``wire_ops``; each answer says whether the work was done."""
+class TritonPackedKernels:
+    """The launchers behind the questions of ``formats.ops``; each answer says whether the work was done."""
 
     def linear(
         self, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, form: str, group: int
@@ -72,4 +72,4 @@ def _is_known(x: torch.Tensor, weight: torch.Tensor, form: str) -> bool:
 
 def install() -> None:
     """Let all products with packed weights on a GPU in this process use the kernels."""
-    wire_ops.use_kernels(TritonWire(), device="cuda")
+    format_ops.use_kernels(TritonPackedKernels(), device="cuda")
