@@ -60,16 +60,16 @@ def plain_structure(batch: Any, leaves: list[Any]) -> Hashable:
         parts, keys = batch.values(), tuple(batch)
     else:
         return None
-    found = [plain_structure(part, leaves) for part in parts]
-    return None if None in found else (kind, keys, *found)
+    inner = [plain_structure(part, leaves) for part in parts]
+    return None if None in inner else (kind, keys, *inner)
 
 
 def leaves_of(batch: Any) -> list[Any]:
     """Return the leaves of a batch, in the order of torch's pytrees."""
-    found: list[Any] = []
-    if plain_structure(batch, found) is None:
-        found = pytree.tree_leaves(batch)
-    return found
+    leaves: list[Any] = []
+    if plain_structure(batch, leaves) is None:
+        leaves = pytree.tree_leaves(batch)
+    return leaves
 
 
 def _register(leaf: Any) -> None:

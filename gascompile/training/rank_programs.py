@@ -16,10 +16,10 @@ def sequence_of(step: StepProgram) -> list[object]:
     Sizes of activations are each rank's own.
     """
     program = step.program
-    found: list[object] = [sorted(step.gradients)]
+    sequence: list[object] = [sorted(step.gradients)]
     for node in program.op_nodes():
         if str(node.target).startswith("gascompile_updates"):
-            found.append([str(node.target), _named(node.args[0], step)])
+            sequence.append([str(node.target), _named(node.args[0], step)])
         if rank_ops.exchanges(node.target) and node.target not in rank_ops.ENDS:
             bounds = [arg for arg in node.args if _is_numbers(arg)]
             # Their number alone: programs from the cache have no shapes, and gradients are told apart by their names.
@@ -28,10 +28,10 @@ def sequence_of(step: StepProgram) -> list[object]:
             names = [_named(part, step) for part in pytree.tree_leaves(parts)]
             # What goes on beside ops is the same exchange.
             target = rank_ops.BEGINS.get(node.target, node.target)
-            found.append([str(target), names, bounds, num_values])
+            sequence.append([str(target), names, bounds, num_values])
         if node.target is torch.ops.aten.copy_.default and _named(node.args[0], step):
-            found.append(_behind(node, step))
-    return found
+            sequence.append(_behind(node, step))
+    return sequence
 
 
 def _named(argument: object, step: StepProgram) -> str:
@@ -44,17 +44,17 @@ def _named(argument: object, step: StepProgram) -> str:
 
 def _behind(node: fx.Node, step: StepProgram) -> list[object]:
     """Return the ops that make a buffer's new value, with their numbers, up to exchanges."""
-    found: list[object] = []
+    ops: list[object] = []
     left, seen = [node], {node}
     while left:
         node = left.pop()
         numbers = [arg for arg in pytree.tree_leaves(node.args) if not isinstance(arg, fx.Node)]
         name = step.program.bindings.get(node.name, "")
-        found.append([str(node.target) if node.op != "placeholder" else name, repr(numbers)])
+        ops.append([str(node.target) if node.op != "placeholder" else name, repr(numbers)])
         if not rank_ops.exchanges(node.target):
             left += [source for source in node.all_input_nodes if source not in seen]
             seen.update(node.all_input_nodes)
-    return found
+    return ops
 
 
 def _is_numbers(arg: object) -> bool:

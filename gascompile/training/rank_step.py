@@ -130,8 +130,8 @@ class RankStep:
         whole = memory_of([t.detach() for t in tensors.values() if t.device.type == "cpu"])
         sizes = serial.digest([memory.numel() for memory in whole]).encode()
         sum_of = int.from_bytes(digest_of(whole)[:7], "little")
-        found = self._ranks.compare("how its tensors lie in memory", sizes, [sum_of])
-        if any(row != found[0] for row in found):
+        sums = self._ranks.compare("how its tensors lie in memory", sizes, [sum_of])
+        if any(row != sums[0] for row in sums):
             _log.info("ranks begin with other values: all take those of rank 0")
             self._ranks.send(whole)
 
@@ -253,10 +253,10 @@ class RankStep:
         """Return this rank's step under the division that all ranks choose, and that; see ``division.divide``."""
         ladder = self.ladder
         gains = partial(gains_beside_ops, busy=ladder.busy, late=ladder.late, gap=gap)
-        found = divide(attempt, sizes, self._ranks.compare, keep=keep, gap=gap, gains=gains)
-        self.division = found[2]
+        division = divide(attempt, sizes, self._ranks.compare, keep=keep, gap=gap, gains=gains)
+        self.division = division[2]
         _log.info("%s", self.division)
-        return found[0], found[1], self.division.chosen
+        return division[0], division[1], self.division.chosen
 
     def total(self, values: torch.Tensor, what: str) -> torch.Tensor:
         """Return the sum over the ranks of a dense tensor, which is used up; all ranks call it.

@@ -76,7 +76,7 @@ class Exchange:
         """
         memory = PeerMemory(self.rank)
         finds = memory.finds(gather("where", memory.told()))
-        if all(found == "yes" for found in gather("found", "yes" if finds else "no")):
+        if all(answer == "yes" for answer in gather("found", "yes" if finds else "no")):
             self._memory = memory
 
     @property

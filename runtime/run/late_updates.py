@@ -53,7 +53,7 @@ def late_updates(graph: fx.Graph, plan: Plan, fixed_bytes: int) -> frozenset[fx.
     # Of updates found so far: they may run in any order.
     late_touched: set[Root] = set()
     late_written: set[Root] = set()
-    found = []
+    late = []
     for node in reversed(graph.nodes):
         if node.op != "call_function" or node.target is moves.resident:
             continue
@@ -65,23 +65,23 @@ def late_updates(graph: fx.Graph, plan: Plan, fixed_bytes: int) -> frozenset[fx.
             size_bytes = sum(sizes[root.name] for root in touched if isinstance(root, fx.Node))
             if size_bytes <= room_bytes:
                 room_bytes -= size_bytes
-                found.append(node)
+                late.append(node)
                 late_touched |= touched
                 late_written |= changes
                 continue
         read |= touched
         written |= changes
-    return frozenset(found)
+    return frozenset(late)
 
 
 def _made_bytes(plan: Plan) -> Counter[str]:
     """Return what each op's results take, by its name; of views nothing."""
-    found = Counter[str]()
+    made_bytes = Counter[str]()
     for tensor in plan.workload.tensors:
         name, _, number = tensor.name.removeprefix("%").rpartition(".")
         is_part = bool(name) and number.isdigit()
-        found[name if is_part else tensor.name.removeprefix("%")] += tensor.size_bytes
-    return found
+        made_bytes[name if is_part else tensor.name.removeprefix("%")] += tensor.size_bytes
+    return made_bytes
 
 
 def _of(roots: dict[fx.Node, frozenset[Root]], nodes: Iterable[fx.Node]) -> set[Root]:
@@ -90,13 +90,13 @@ def _of(roots: dict[fx.Node, frozenset[Root]], nodes: Iterable[fx.Node]) -> set[
 
 def _roots(graph: fx.Graph) -> dict[fx.Node, frozenset[Root]]:
     """Return in whose memory each node's value may lie."""
-    found: dict[fx.Node, frozenset[Root]] = {}
+    roots: dict[fx.Node, frozenset[Root]] = {}
     for node in graph.nodes:
         own: frozenset[Root] = frozenset((node,))
         if node.target is moves.resident:
             own = frozenset((str(node.args[1]),))
         elif node.op == "call_function":
-            inputs = frozenset(_of(found, node.all_input_nodes))
+            inputs = frozenset(_of(roots, node.all_input_nodes))
             if node.target is operator.getitem:
                 own = inputs
             elif not isinstance(node.target, torch._ops.OpOverload) or may_return_its_input(
@@ -106,8 +106,8 @@ def _roots(graph: fx.Graph) -> dict[fx.Node, frozenset[Root]]:
         else:
             # Inputs, and constants, may share memory among each other.
             own = frozenset((f"%{node.op}",))
-        found[node] = own
-    return found
+        roots[node] = own
+    return roots
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
@@ -123,6 +123,6 @@ def _written(node: fx.Node) -> list[fx.Node]:
         for number, argument in enumerate(target._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    found: list[fx.Node] = []
-    fx.node.map_arg(values, found.append)
-    return found
+    operands: list[fx.Node] = []
+    fx.node.map_arg(values, operands.append)
+    return operands

@@ -133,17 +133,17 @@ def gains_beside_ops(step: PlannedStep, *, busy: float, late: float, gap: float)
 
 def _blocks(graph: fx.Graph) -> list[list[fx.Node]]:
     """Return the sums of a parameter's gradient with what follows from them, each as they stand side by side."""
-    found: list[list[fx.Node]] = []
+    blocks: list[list[fx.Node]] = []
     block: list[fx.Node] = []
     for node in graph.nodes:
         if node.target is rank_ops.add_part and (not block or _ends(block)):
             block = [node]
-            found.append(block)
+            blocks.append(block)
         elif block and _follows(node):
             block.append(node)
         elif block:
             block = []
-    return found
+    return blocks
 
 
 def _ends(block: Sequence[fx.Node]) -> bool:
@@ -234,26 +234,26 @@ def waits_s(step: StepProgram, times_s: Mapping[str, float], network: Network) -
         times_s: what other ops take.
         network: what exchanges take by themselves.
     """
-    found: dict[str, float] = {}
+    wait_of: dict[str, float] = {}
     now_s = free_s = since_s = 0.0
     flying: list[tuple[float, float]] = []
     for node in step.program.op_nodes():
         alone_s = network.time_s.get(node.name, 0.0)
         if node.target in rank_ops.BEGINS:
-            found[node.name] = network.begin_s.get(node.name, 0.0)
-            free_s = max(free_s, now_s + found[node.name]) + alone_s
+            wait_of[node.name] = network.begin_s.get(node.name, 0.0)
+            free_s = max(free_s, now_s + wait_of[node.name]) + alone_s
             flying.append((free_s, alone_s))
         elif node.target in rank_ops.ENDS:
             done_s, alone_s = flying.pop(0)
             waited_s = min(max(done_s - now_s, 0.0), alone_s)
-            found[node.name] = waited_s + network.busy * (alone_s - waited_s)
+            wait_of[node.name] = waited_s + network.busy * (alone_s - waited_s)
             # Here ranks meet, and the network has taken longer than they differ by.
             since_s = 0.0 if waited_s > 0.0 else since_s
         elif rank_ops.exchanges(node.target):
             # It waits for those before it.
-            found[node.name] = max(free_s - now_s, 0.0) + alone_s + network.late * since_s
+            wait_of[node.name] = max(free_s - now_s, 0.0) + alone_s + network.late * since_s
             since_s = 0.0
         else:
             since_s += times_s.get(node.name, 0.0)
-        now_s += found.get(node.name, times_s.get(node.name, 0.0))
-    return found
+        now_s += wait_of.get(node.name, times_s.get(node.name, 0.0))
+    return wait_of

@@ -55,8 +55,8 @@ class Covers:
         # Once, where a module has several names.
         self.modules = list(model.modules())
         self.parameters = list(model.parameters())
-        found = {(id(held), leaf): (held, leaf, held[leaf]) for _, (held, leaf) in places(model)}
-        self._places = list(found.values())
+        place_of = {(id(held), leaf): (held, leaf, held[leaf]) for _, (held, leaf) in places(model)}
+        self._places = list(place_of.values())
         self._look()
         self._handles = [
             module.register_state_dict_post_hook(_with_values) for module in self.modules
@@ -151,8 +151,8 @@ def _with_values(module: nn.Module, state: Any, prefix: str, _metadata: Any) -> 
     """Let a state hold plain copies; tensors that are one tensor have one copy."""
     for held in (module._parameters, module._buffers):
         for leaf, own in held.items():
-            found = state.get(prefix + leaf)
-            if isinstance(found, OpenTensor) and found is not own and isinstance(own, OpenTensor):
+            saved = state.get(prefix + leaf)
+            if isinstance(saved, OpenTensor) and saved is not own and isinstance(own, OpenTensor):
                 state[prefix + leaf] = own._cover.shared_copy()
 
 
