@@ -57,25 +57,25 @@ class WrittenOut:
         self._lasting = lasting
         self._latest: RunSchedule | None = None
         self._num_runs = 0
-        self._written: Straight | None = None
+        self._found: Straight | None = None
 
     def of(self, schedule: RunSchedule) -> Straight | None:
         """Return what to run in the place of the steps of a schedule, if that is there."""
-        return self._written if schedule is self._latest else None
+        return self._found if schedule is self._latest else None
 
     def ran(self, schedule: RunSchedule, time_s: float) -> None:
         """Take note of a run; a schedule without meters that runs often, each step in little time, is written out."""
         if schedule is not self._latest:
-            self._latest, self._num_runs, self._written = schedule, 0, None
+            self._latest, self._num_runs, self._found = schedule, 0, None
         self._num_runs += 1
         is_wanted = self._num_runs == _RUNS_BEFORE and not schedule.site
         is_wanted = is_wanted and time_s < _SHORT_STEP_S * len(schedule.steps)
         if is_wanted and all(step.meter is None for step in schedule.steps):
-            self._written = written_out(schedule, self._lasting())
+            self._found = written_out(schedule, self._lasting())
 
     def clear(self) -> None:
         """Let go of what schedules hold."""
-        self._latest = self._written = None
+        self._latest = self._found = None
 
 
 def written_out(schedule: RunSchedule, lasting: frozenset[int] = frozenset()) -> Straight:
@@ -140,17 +140,17 @@ class _Writer:
         for step in self._schedule.steps:
             for slot in step.trait.reads:
                 readers.setdefault(slot, []).append(step)
-        turned = set()
+        found = set()
         for step in self._schedule.steps:
             then = readers.get(step.result, [])
             is_pair = step.function is torch.t and len(then) == 1 and then[0].function is torch.t
-            if is_pair and step.result not in turned and step.result not in self._schedule.outputs:
-                turned.update((step.result, then[0].result))
-        return turned & self._local
+            if is_pair and step.result not in found and step.result not in self._schedule.outputs:
+                found.update((step.result, then[0].result))
+        return found & self._local
 
     def late(self) -> dict[tuple[Joined, tuple[str, ...]], list[RunStep]]:
         """Return the steps that run after all others, by what they share; nothing where one of them cannot."""
-        groups: dict[tuple[Joined, tuple[str, ...]], list[RunStep]] = {}
+        found: dict[tuple[Joined, tuple[str, ...]], list[RunStep]] = {}
         for step in self._schedule.steps:
             if step.is_late:
                 kind = (
@@ -163,8 +163,8 @@ class _Writer:
                 if any(arguments[i].number in self._local for i in others):
                     return {}
                 shared = tuple(arguments[i].text for i in kind.shared)
-                groups.setdefault((kind, shared), []).append(step)
-        return groups
+                found.setdefault((kind, shared), []).append(step)
+        return found
 
     def step(self, step: RunStep, kept: frozenset[int]) -> None:
         """Write a step, which frees nothing that is ``kept`` for later ones."""
@@ -210,8 +210,8 @@ class _Writer:
 
 
 def _lines(statements: Any, *otherwise: str) -> str:
-    lines = [s for s in statements if s != "None"] or [*otherwise]
-    return f"    {'; '.join(lines)}"
+    found = [s for s in statements if s != "None"] or [*otherwise]
+    return f"    {'; '.join(found)}"
 
 
 class _Slot:
