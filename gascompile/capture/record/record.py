@@ -278,9 +278,9 @@ def watched(
     versions: bool = True,
 ) -> Watches:
     """Return the values that a capture of another process read, as they are now; see ``Recorder``."""
-    found = watch(model, functions, _code_of(known), known.reading(), versions=versions)
-    found.variables(known.environment)
-    return found.without(frozenset(known.inert))
+    watches = watch(model, functions, _code_of(known), known.reading(), versions=versions)
+    watches.variables(known.environment)
+    return watches.without(frozenset(known.inert))
 
 
 def _code_of(known: Dependencies) -> list[Code]:
