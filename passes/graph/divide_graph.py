@@ -136,10 +136,10 @@ def _call(
     """Insert the op that takes the place of ``node`` or does a tile of it."""
     suffix = f"{tile.begin}to{tile.end}" if tile else "rows"
     assert callable(function)
-    found = add_node(graph, function, args, name=f"{node.name}_{suffix}")
+    call = add_node(graph, function, args, name=f"{node.name}_{suffix}")
     op = Tile(node.name, tile.begin, tile.end).name if tile else node.name
-    found.meta = {**node.meta, OP_NAME: op}
-    return found
+    call.meta = {**node.meta, OP_NAME: op}
+    return call
 
 
 def _tile_placeholder(
