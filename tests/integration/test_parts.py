@@ -259,6 +259,7 @@ def any_parts(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
         monkeypatch.setattr(stream_pass, "divide_layers", drawn)
         monkeypatch.setattr(stream_pass, "_CLEAR_GAIN", -math.inf)
+        monkeypatch.setattr(stream_pass, "_met_s", lambda *_: -math.inf)
 
     return draw
 

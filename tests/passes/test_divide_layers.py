@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -37,8 +38,11 @@ def layer(name: str, given: str, *, times_slower: float) -> OpSpec:
     )
 
 
-def chain(layers: int, times_slower: float = 1.0) -> Workload:
-    """Return layers one after the other, of 16 ms each; between two is an op of no time that may be anywhere."""
+def chain(layers: int, times_slower: float = 1.0, *, pointwise: bool = False) -> Workload:
+    """Return layers one after the other, of 16 ms each; between two is an op of no time that may be anywhere.
+
+    It may be in the parts of the layer before it where it is ``pointwise``.
+    """
     ops: list[OpSpec] = []
     tensors = [TensorSpec(name="%x", size_bytes=VALUE, kind=TensorKind.INPUT)]
     given = "%x"
@@ -51,6 +55,7 @@ def chain(layers: int, times_slower: float = 1.0) -> Workload:
                 time_s={"gpu": 0.0, "cpu": 0.0},
                 reads=(f"%l{k}",),
                 writes=(f"%a{k}",),
+                cuts={f"%l{k}": ROWS} if pointwise else {},
             )
         )
         tensors += [
@@ -81,7 +86,7 @@ def task_of(workload: Workload, where: Machine, held: float) -> Problem:
 
 def every_share(task: Problem, held: float) -> dict[tuple[int, ...], float]:
     """Return the seconds of every choice of sixteenths of each layer, by the planner's own clock."""
-    layers = [op for op in task.workload.ops if op.cuts]
+    layers = [op for op in task.workload.ops if op.splits]
     found: dict[tuple[int, ...], float] = {}
     for shares in itertools.product(range(17), repeat=len(layers)):
         cuts = {
@@ -105,13 +110,13 @@ def every_share(task: Problem, held: float) -> dict[tuple[int, ...], float]:
 
 
 @pytest.mark.parametrize(
-    ("rate", "times_slower", "held"),
-    [(2e8, 3.0, 1.2), (1e7, 2.0, 0.6), (4e6, 8.0, 1.0)],
+    ("rate", "times_slower", "held", "pointwise"),
+    [(2e8, 3.0, 1.2, False), (1e7, 2.0, 0.6, True), (4e6, 8.0, 1.0, False)],
 )
 def test_the_shares_are_as_good_as_the_best_of_all(
-    rate: float, times_slower: float, held: float
+    rate: float, times_slower: float, held: float, pointwise: bool
 ) -> None:
-    where, workload = machine(rate), chain(2, times_slower)
+    where, workload = machine(rate), chain(2, times_slower, pointwise=pointwise)
     task = task_of(workload, where, held)
     all_s = every_share(task, held)
     divided_s = min(
@@ -137,6 +142,35 @@ def test_two_parts_overlap_with_their_copies() -> None:
     assert found is not None
     copies_s = (VALUE + VALUE / 2) / 2e8
     assert 3 * LAYER_S / 2 <= found.seconds <= 3 * (LAYER_S / 2 + copies_s)
+
+
+def test_halves_of_what_is_between_two_layers_cross_both_ways_at_once() -> None:
+    # A value crosses in 2 ms. A half layer takes 8, then halves change sides; the last one comes back.
+    where, workload = machine(VALUE / 0.002), chain(3, pointwise=True)
+    task = task_of(workload, where, 3.5)
+    found = divide_layers(
+        task, math.inf, lambda _plan: True, lambda form: task_of(form, where, 3.5)
+    )
+    assert found is not None
+    assert found.seconds == pytest.approx(3 * 0.008 + 3 * 0.001, rel=0.01)
+    joins = {op.name: op.reads for op in found.task.workload.ops if op.name[-2:] != "8]"}
+    halves = ("%a0[0:128]", "%a0[128:256]")
+    assert joins["a0"] == joins["a0[0:256]"] == halves
+    assert "l0" not in joins and "a2[0:256]" not in joins
+
+
+def test_what_is_changed_in_place_or_viewed_is_joined_once() -> None:
+    workload, where = chain(2, pointwise=True), machine(1e8)
+    division = Division(cuts={"l0.w": (64,), "l1.w": (64,)})
+    first, act, *rest = workload.ops
+    view = OpSpec(name="view", time_s={"gpu": 0.0}, reads=("%a0",))
+    change = OpSpec(name="add_", time_s={"gpu": 0.0}, reads=("%l0",), writes=("%l0",))
+    for between, apart in (((), {"l0"}), ((view,), {"l0"}), ((change,), set())):
+        ops = (first, *between, act, *rest) if change in between else (first, act, *between, *rest)
+        names = {op.name for op in divide(replace(workload, ops=ops), where, division).ops}
+        assert {name for name in ("l0", "l1") if name not in names} == apart | {"l1"}
+        assert ("a0[0:256]" in names) == (not between)
+        assert ("l0[0:256]" in names) is False
 
 
 def test_what_is_faster_on_one_side_or_only_a_little_on_both_stays_whole() -> None:
