@@ -62,22 +62,22 @@ def capture(
     leaves = pytree.tree_leaves((args, dict(kwargs)))
     past = history if history is not None else History()
     call = model, args, kwargs, dynamic_shapes, device, past
-    found, steady = _captured(*call, overlapping=False)
-    written = written_inputs(found.program)
+    captured, steady = _captured(*call, overlapping=False)
+    written = written_inputs(captured.program)
     if written and overlaps(leaves):
         if dynamic_shapes is not None:
             raise UnsupportedOpError(
                 f"{type(model).__name__} writes to its input '{min(written)}', and inputs overlap in memory, which "
                 "dynamic shapes cannot describe; pass clones, or leave out dynamic_shapes"
             )
-        found, steady = _captured(*call, overlapping=True)
-        written = written_inputs(found.program)
+        captured, steady = _captured(*call, overlapping=True)
+        written = written_inputs(captured.program)
     past.add(args, kwargs, steady.inert, settles=steady.settles)
-    inputs = with_sharing(found.program.inputs, leaves, written)
+    inputs = with_sharing(captured.program.inputs, leaves, written)
     if (asked := steady.record.inputs) is not None and asked.facts:
         pairs = zip(inputs, leaves, strict=True)
         inputs = tuple(replace(spec, facts=asked.of_leaf(leaf)) for spec, leaf in pairs)
-    return replace(found, program=replace(found.program, inputs=inputs))
+    return replace(captured, program=replace(captured.program, inputs=inputs))
 
 
 def _captured(

@@ -151,9 +151,9 @@ def _tile_placeholder(
         if known == name:
             return node
     with graph.inserting_after(weight):
-        found = graph.placeholder(f"{weight.name}_{tile.begin}to{tile.end}")
-    bound[found] = name
-    return found
+        placeholder = graph.placeholder(f"{weight.name}_{tile.begin}to{tile.end}")
+    bound[placeholder] = name
+    return placeholder
 
 
 def _replace_by_gather(
