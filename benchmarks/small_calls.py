@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -69,8 +70,20 @@ def text(make: Callable[[], Any], folder: Path, *, rounds: int, num_tokens: int)
         compiled.close()
 
 
-def step(width: int, depth: int, folder: Path, *, rounds: int, each: int) -> dict[str, Any]:
-    """Return the milliseconds of a step of a network of linear layers with AdamW."""
+def step(
+    width: int, depth: int, folder: Path, *, rounds: int, each: int, fused: bool | None
+) -> dict[str, Any]:
+    """Return the milliseconds of a step of a network of linear layers with AdamW.
+
+    Args:
+        width: of its layers.
+        depth: how many there are.
+        folder: of the cache.
+        rounds: of which the best counts.
+        each: steps of a round.
+        fused: the kernel of eager's update: torch's default, which has one for all parameters, or the fused one,
+            whose bits are those of a planned step.
+    """
     layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())]
     model = nn.Sequential(*layers, nn.Linear(width, 1))
     ours = copy.deepcopy(model)
@@ -79,7 +92,7 @@ def step(width: int, depth: int, folder: Path, *, rounds: int, each: int) -> dic
     def loss_of(of: nn.Module, given: Any) -> torch.Tensor:
         return nn.functional.mse_loss(of(given[0]), given[1])
 
-    own, others = (torch.optim.AdamW(m.parameters(), lr=1e-3, fused=True) for m in (ours, model))
+    own, others = (torch.optim.AdamW(m.parameters(), lr=1e-3, fused=fused) for m in (ours, model))
 
     def eager() -> list[float]:
         losses = []
@@ -180,9 +193,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 rows[f"a token of {model}"] = text(
                     make, folder, rounds=rounds, num_tokens=num_tokens
                 )
-            for width, depth in ((8, 1),) if options.toy else ((64, 4), (256, 8), (512, 8)):
-                rows[f"a step of {depth} x {width}"] = step(
-                    width, depth, folder, rounds=rounds, each=2 if options.toy else 10
+            sizes = ((8, 1),) if options.toy else ((16, 1), (32, 2), (64, 4), (256, 8), (512, 8))
+            for (width, depth), fused in itertools.product(sizes, (None, True)):
+                kernel = "fused AdamW" if fused else "AdamW"
+                rows[f"a step of {depth} x {width}, {kernel}"] = step(
+                    width, depth, folder, rounds=rounds, each=2 if options.toy else 10, fused=fused
                 )
             result["capture"] = capture(folder, toy=options.toy)
     finally:

@@ -16,8 +16,7 @@ def contended(
     """Return the seconds of ops that run at ``sites``, where the others have ops meanwhile.
 
     An op that takes ``t`` alone takes ``t / (1 - lost share)`` as long as another site is at ops. That is the whole
-    time of the site with less to do, and as much of the others' time as that can be. Lower bounds leave it out: they
-    hold whatever ops lose to each other.
+    time of the site with less to do, and as much of the others' time as that can be.
 
     Args:
         ops: of an iteration.
@@ -34,12 +33,23 @@ def contended(
     beside = {
         site: min(1.0, (all_s - own_s) / own_s) if own_s else 0.0 for site, own_s in busy_s.items()
     }
-    points = machine.contention.points
-    found: list[float] = []
-    for op, time_s, site in zip(ops, op_times_s, sites, strict=True):
-        lost = share_at(points, op.arithmetic_intensity)
-        found.append(time_s * (1 + beside[site] * lost / (1 - lost)))
-    return found
+    return [
+        time_s * (1 + beside[site] * (slowed_by(op, machine) - 1))
+        for op, time_s, site in zip(ops, op_times_s, sites, strict=True)
+    ]
+
+
+def slowed_by(op: OpSpec, machine: Machine) -> float:
+    """Return how many times as long an op takes while another site is at ops."""
+    points = machine.contention.points if machine.contention is not None else ()
+    return 1 / (1 - share_at(points, op.arithmetic_intensity))
+
+
+def giving_s(machine: Machine, size_bytes: int) -> float:
+    """Return the seconds that a copy to another site takes of the one that hands it over."""
+    if machine.contention is None:
+        return 0.0
+    return machine.contention.give_s + size_bytes * machine.contention.give_s_per_byte
 
 
 def plan_times(plan: Plan, machine: Machine) -> list[float]:

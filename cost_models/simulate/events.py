@@ -49,6 +49,12 @@ class EventProgram:
     """Per copy between sites the clock at its other end, negative where it comes from there."""
     step_of: Sequence[int] = ()
     """The step of a plan that each event is of."""
+    give_s: Sequence[float] = ()
+    """Per copy between sites what it takes of the time of the one that hands it over."""
+    start_s: float = 0.0
+    """When the other sites come to the first of their ops."""
+    wake_s: float = 0.0
+    """How much later than a copy between sites ends who waits for it goes on."""
 
     def crossing(self) -> list[int]:
         """Return the copies that are issued before the first iteration, in the order of their first use."""
@@ -203,7 +209,7 @@ def _iterate_sites(
 ) -> float:
     """Run one iteration of several sites, as ``_iterate`` does one of one, and write it down if asked to."""
     waits = 0
-    now = [begun] * program.num_sites
+    now = [begun, *[begun + program.start_s] * (program.num_sites - 1)]
     ended: list[float] = []
     for kind, index, seconds in program.events:
         at_s = from_s = until_s = now[index if kind == ELSEWHERE else 0]
@@ -224,9 +230,10 @@ def _iterate_sites(
             arrival[index] = until_s = from_s + seconds
         elif kind == CROSS:
             partner = program.site_of[index]
-            at_s = at_s if partner > 0 else max(at_s, now[-partner])
+            now[max(0, -partner)] += program.give_s[index]
+            at_s = now[0] if partner > 0 else max(at_s, now[-partner])
             from_s = clock.issue_ahead(program.link_of[index], seconds, at_s)
-            arrival[index] = until_s = from_s + seconds
+            arrival[index] = until_s = from_s + seconds + program.wake_s
         else:
             until_s = arrival[index]
             if until_s > at_s:

@@ -19,7 +19,7 @@ from gascompile.core.plan import Plan
 from gascompile.core.reports import Stall, Timeline
 from gascompile.core.steps import Compute, Offload, Prefetch, Recompute, Release, Reload, Step, Wait
 from gascompile.core.workload import OpSpec, TensorKind
-from gascompile.cost_models.formulas.contention import contended
+from gascompile.cost_models.formulas.contention import contended, giving_s
 from gascompile.cost_models.formulas.gathers import gather_link_bytes
 from gascompile.cost_models.formulas.interference import lost_share, with_moving
 from gascompile.cost_models.simulate.clock import Pipes, crossing, pipe_times
@@ -204,12 +204,14 @@ def compile_events(
     link_of: list[int] = []
     pipes_of: list[Pipes] = []
     site_of: list[int] = []
+    give_s: list[float] = []
     for i, step in enumerate(steps):
         if isinstance(step, _TRANSFERS):
             number[i] = len(number)
             site_of.append(_partner(step, sites, machine))
             link_of.append(links[step.link])
             pipes_of.append(pipe_times(machine, machine.link(step.link), step.size_bytes))
+            give_s.append(giving_s(machine, step.size_bytes))
     events, step_of = _events(
         steps, number, op_times_s, machine, sites, site_of, repeats=repeats, ops_apart=ops_apart
     )
@@ -223,6 +225,9 @@ def compile_events(
         num_sites=1 + len(sites.others) if sites is not None else 1,
         site_of=site_of,
         step_of=step_of,
+        give_s=give_s,
+        start_s=machine.contention.start_s if machine.contention is not None else 0.0,
+        wake_s=machine.contention.wake_s if machine.contention is not None else 0.0,
     )
 
 

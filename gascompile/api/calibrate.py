@@ -30,6 +30,7 @@ from gascompile.cost_models.measure.machine import THOROUGH, MeasuringEffort, St
 from gascompile.cost_models.simulate.replay import replay_plan
 from gascompile.machines.busy import warned_if_busy
 from gascompile.machines.gpu import with_gpu
+from gascompile.machines.meetings import with_meetings
 from gascompile.machines.resolve import made_folder, remember_machine
 from gascompile.passes.graph.annotate import annotate
 from gascompile.runtime.devices.probe import usable_gpu
@@ -105,6 +106,7 @@ def calibrate_machine(
     folder = made_folder(Path(cache_dir))
     with warned_if_busy("this machine"):
         machine = measure_machine(folder=folder, read=read, effort=effort, stage=stage)
+        machine = with_meetings(machine)
         with _scratch(folder) as scratch:
             machine = corrected_by_runs(machine, scratch, trials or Trials(), stage)
         machine = with_gpu(machine, folder, read, effort, stage)

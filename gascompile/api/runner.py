@@ -26,6 +26,7 @@ from gascompile.api.unit import Unit
 from gascompile.bundles.saving import lies_in, save_bundle
 from gascompile.capture.calls import Call, copies
 from gascompile.capture.saved.call_types import unflatten
+from gascompile.capture.torch_settings import traced_by
 from gascompile.core.config import default_cache_dir
 from gascompile.core.errors import (
     CaptureError,
@@ -253,6 +254,11 @@ class Runner:
             refuse(
                 "the model that it was made from calls it while that is captured, by an attribute or a hook set since",
                 "Take that away, or compile a part of the model that does not lead back to it",
+            )
+        if (mode := traced_by()) is not None:
+            refuse(
+                f"{mode} is active around its call, which no plan follows",
+                "Call it outside of that, or use the model that it was made from there",
             )
         with self._beside():
             return self._matching(call)

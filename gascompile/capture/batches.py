@@ -50,7 +50,7 @@ def plain_structure(batch: Any, leaves: list[Any]) -> Hashable:
     It takes a fraction of what torch's pytrees take for it, and has the same leaves in the same order. Of all other
     batches it is ``None``.
     """
-    kind = type(batch)
+    kind: type = type(batch)
     if kind in _PLAIN:
         leaves.append(batch)
         return kind is torch.Tensor

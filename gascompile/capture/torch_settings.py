@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import torch
+import torch.utils._device
+from torch.autograd import forward_ad
 
 from gascompile.core.errors import UnsupportedOpError
 
+_TRACES = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE)
+_DEVICE = torch.utils._device.DeviceContext
+"""A mode that says where new tensors are, which is part of a plan's key."""
 SETTINGS = "settings"
 """Part of a plan's fingerprint: settings of torch under which its ops compute what the model would."""
 
@@ -41,6 +46,25 @@ def modes_now() -> list[str]:
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         active.append("hooks on saved tensors are active")
     return active
+
+
+def traced_by() -> str | None:
+    """Return what of the user's sees the ops of a call of now and takes others in their place, in words.
+
+    Calls within it are no calls of a plan: their ops are traced, mapped over rows, or mean something else.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "a transform of torch.func"
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation"
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace"
+    if any(map(torch._C._get_dispatch_mode, _TRACES)):
+        return "a trace of torch.fx or torch.export"
+    if torch._C._len_torch_function_stack():
+        modes = torch.overrides._get_current_function_mode_stack()
+        return next((f"the mode {type(m).__name__}" for m in modes if type(m) is not _DEVICE), None)
+    return None
 
 
 def call_settings() -> tuple[torch.dtype, torch.dtype | None, torch.dtype | None]:

@@ -158,11 +158,18 @@ class Interference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contention:
-    """How much ops of processors that compute at once slow each other down."""
+    """How much ops of processors that compute at once slow each other down, and what it takes them to meet."""
 
     points: tuple[InterferencePoint, ...]
     """Of an op's own speed, while another processor is at ops of the same kind."""
     source: str = ""
+    start_s: float = field(default=0.0, metadata=json_name("start_seconds"))
+    """From the beginning of an iteration until another processor is at its first op."""
+    give_s: float = field(default=0.0, metadata=json_name("give_seconds"))
+    """Of a processor, for a copy between two of them that it hands over."""
+    give_s_per_byte: float = field(default=0.0, metadata=json_name("give_seconds_per_byte"))
+    wake_s: float = field(default=0.0, metadata=json_name("wake_seconds"))
+    """From the end of such a copy until who waits for it goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

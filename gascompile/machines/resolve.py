@@ -112,10 +112,12 @@ def measure_briefly(*, cache_dir: str | os.PathLike[str], read: ProbeReader) -> 
     from gascompile.cost_models.measure.machine import SHORT, measure_machine
     from gascompile.machines.busy import warned_if_busy
     from gascompile.machines.gpu import with_gpu
+    from gascompile.machines.meetings import with_meetings
 
     folder = made_folder(Path(cache_dir))
     with warned_if_busy("this machine"):
-        machine = with_gpu(measure_machine(folder=folder, read=read), folder, read, SHORT)
+        machine = with_meetings(measure_machine(folder=folder, read=read))
+        machine = with_gpu(machine, folder, read, SHORT)
     remember_machine(machine, folder)
     return machine
 
@@ -155,7 +157,7 @@ def made_folder(folder: Path) -> Path:
     return folder
 
 
-_MEASURED_AS = "gascompile.machine/1"
+_MEASURED_AS = "gascompile.machine/1 with meetings"
 """Another one where what was measured before means something else; files of older formats are read."""
 
 

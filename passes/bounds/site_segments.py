@@ -10,22 +10,32 @@ starts. In the rest of its time each site does its share of the ops, of which fr
 
 An op runs at one site, as tiles stay where the tier that computes is: what crosses is whole. But one that may be in
 parts divides nothing, takes what its parts take at all sites at once, and of its result next to nothing may cross.
+
+Where processors slow each other down (``contention``), ops take longer by how much of their site's time the other one
+is at ops: all of it at the site with less to do, ``r`` at one that has the ``1 / r``-fold. Nobody knows ``r``, but of
+an interval it is the lower end at least; and the site with more has at least what is left where the other one has the
+upper end. So all ``r`` of both cases are divided into intervals, the one whose bound is least first.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from gascompile.core.machine import Link, Machine
 from gascompile.core.workload import OpSpec, TensorKind, Workload
+from gascompile.cost_models.formulas.contention import slowed_by
 from gascompile.passes.bounds.site_limit import least_s
 
 _MOST_OPS = 8192
 """Of more, who comes before whom takes too much memory."""
-_HALVINGS = 50
-"""Of an interval of seconds: what is left of it is the last bits of a double."""
+_MOST_INTERVALS = 24
+"""Of how much the one site has to do beside the other."""
+_MOST_WORK = 40_000
+"""Ops that are gone through for all of these."""
 _Edges = Sequence[tuple[int, str]]
 
 
@@ -44,7 +54,43 @@ def site_segments(workload: Workload, machine: Machine) -> float:
     (other,) = able
     if not {(own, other), (other, own)} <= links.keys():
         return 0.0
-    return _Iteration(workload, own, other, links).least_s()
+    iteration = _Iteration(workload, own, other, links)
+    if machine.contention is None:
+        return iteration.least_s()
+    return _contended_s(iteration, workload.ops, machine)
+
+
+def _contended_s(iteration: _Iteration, all_ops: Sequence[OpSpec], machine: Machine) -> float:
+    """Return the least seconds where sites slow each other down, whatever either of them has to do."""
+    alone = iteration.ops
+    factors = [slowed_by(op, machine) for op in alone]
+    least_factor = min((slowed_by(op, machine) for op in all_ops), default=1.0)
+
+    def bound_s(more: str, low: float, high: float) -> float:
+        """Return it where the other site is at ops for a share from ``low`` to ``high`` of what ``more`` is."""
+        beside = dict.fromkeys(iteration.sites, 1.0) | {more: low}
+        iteration.ops = [
+            replace(op, time_s={site: t * (1 + beside.get(site, 0.0) * (factor - 1)) for site, t in op.time_s.items()})
+            for op, factor in zip(alone, factors, strict=True)
+        ]  # fmt: skip
+        busy_s = _busiest_s(all_ops, more, iteration.sites, high)
+        return max(iteration.least_s(), busy_s * (1 + low * (least_factor - 1)))
+
+    intervals = [(bound_s(site, 0.0, 1.0), site, 0.0, 1.0) for site in iteration.sites]
+    heapq.heapify(intervals)
+    for _ in range(min(_MOST_INTERVALS, _MOST_WORK // (2 * len(all_ops) + 1))):
+        _, site, low, high = heapq.heappop(intervals)
+        middle = (low + high) / 2
+        for part in ((low, middle), (middle, high)):
+            heapq.heappush(intervals, (bound_s(site, *part), site, *part))
+    return intervals[0][0]
+
+
+def _busiest_s(ops: Sequence[OpSpec], more: str, sites: Sequence[str], share: float) -> float:
+    """Return for how long ``more`` is at ops at least, where the other site is for no more than a share of that."""
+    (other,) = (site for site in sites if site != more)
+    times_s = [(op.time_s.get(more, math.inf), op.time_s.get(other, math.inf)) for op in ops]
+    return _shared_s([(here_s, there_s / share) for here_s, there_s in times_s], (0.0, 0.0))
 
 
 class _Iteration:
@@ -61,10 +107,12 @@ class _Iteration:
         self.sizes = {tensor.name: tensor.size_bytes for tensor in workload.tensors}
         self.ops, self.needs = _needed(workload)
         self.sizes.update(dict.fromkeys((n for op in self.ops if op.cuts for n in op.writes), 0))
+        self.ends = [*self._barriers(), len(self.ops)]
+        self._lags_s: dict[tuple[int, int, str, str], float] = {}
 
     def least_s(self) -> float:
         """Return the least seconds of all segments, one after the other."""
-        ends = [*self._barriers(), len(self.ops)]
+        ends = self.ends
         # The first segment has nothing before it that would be anywhere.
         least_s = {site: self._segment_s(-1, ends[0], "", site) for site in self.sites}
         for before, end in pairwise(ends):
@@ -107,50 +155,16 @@ class _Iteration:
             last: site of the one behind it.
         """
         inside = self.ops[before + 1 : end]
-        lags = {
-            (a, b): self._lag_s(before, end, a, b) for a in self.sites for b in self.sites if a != b
-        }
+        own, other = self.sites
         if first and first != last and not inside:
-            return lags[first, last]
-        taken_s = [
-            (lags[first, site] if first not in ("", site) else 0.0)
-            + (lags[site, last] if site != last else 0.0)
+            return self._lag_s(before, end, first, last)
+        lags_s = [
+            (self._lag_s(before, end, first, site) if first not in ("", site) else 0.0)
+            + (self._lag_s(before, end, site, last) if site != last else 0.0)
             for site in self.sites
         ]
-        low = self._path_s(before + 1, end)
-        high = low + sum(max(self._times_s(op)) for op in inside) + sum(taken_s)
-        for _ in range(_HALVINGS):
-            middle = (low + high) / 2
-            rooms_s = [max(0.0, middle - time_s) for time_s in taken_s]
-            if self._own_s(inside, rooms_s[1]) <= rooms_s[0]:
-                high = middle
-            else:
-                low = middle
-        return low
-
-    def _own_s(self, ops: Sequence[OpSpec], room_s: float) -> float:
-        """Return what is left to the tier that computes when the other has ``room_s``, filled with what saves most."""
-        own, other = self.sites
-        left_s = 0.0
-        able: list[tuple[float, float]] = []
-        for op in ops:
-            here_s, there_s = op.time_s.get(own, math.inf), op.time_s.get(other, math.inf)
-            if here_s == math.inf:
-                room_s -= there_s
-            elif there_s == math.inf:
-                left_s += here_s
-            else:
-                able.append((here_s, there_s))
-        if room_s < 0:
-            return math.inf
-        for here_s, there_s in sorted(able, key=lambda t: t[1] / t[0] if t[0] else math.inf):
-            share = min(1.0, room_s / there_s) if there_s else 1.0
-            room_s -= share * there_s
-            left_s += (1 - share) * here_s
-        return left_s
-
-    def _times_s(self, op: OpSpec) -> list[float]:
-        return [op.time_s[site] for site in self.sites if site in op.time_s]
+        times_s = [(op.time_s.get(own, math.inf), op.time_s.get(other, math.inf)) for op in inside]
+        return max(self._path_s(before + 1, end), _shared_s(times_s, (lags_s[0], lags_s[1])))
 
     def _path_s(self, begin: int, end: int) -> float:
         """Return what ops of a range that need each other take at their fastest."""
@@ -162,6 +176,9 @@ class _Iteration:
 
     def _lag_s(self, before: int, end: int, source: str, target: str) -> float:
         """Return what the smallest value takes that is made in a segment, or right before it, and needed in it."""
+        known = self._lags_s.get((before, end, source, target))
+        if known is not None:
+            return known
         link = self.links[source, target]
         needed = [name for i in range(before + 1, end) for k, name in self.needs[i] if k >= before]
         if end < len(self.ops):
@@ -169,7 +186,41 @@ class _Iteration:
         else:
             made = {name for op in self.ops[max(before, 0) :] for name in op.writes}
             needed += sorted(made)
-        return min((link.transfer_time_s(self.sizes[name]) for name in needed), default=0.0)
+        lag_s = min((link.transfer_time_s(self.sizes[name]) for name in needed), default=0.0)
+        self._lags_s[before, end, source, target] = lag_s
+        return lag_s
+
+
+def _shared_s(times_s: Sequence[tuple[float, float]], lags_s: tuple[float, float]) -> float:
+    """Return the least time in which two sites do ops, of which fractions may be at either.
+
+    Args:
+        times_s: of each op at the two, infinite where it cannot be.
+        lags_s: how much sooner either has to be done, if it does anything.
+    """
+    here_s = sum(here for here, there in times_s if there == math.inf)
+    there_s = sum(there for here, there in times_s if here == math.inf)
+    able = sorted(
+        (pair for pair in times_s if math.inf not in pair),
+        key=lambda pair: pair[1] / pair[0] if pair[0] else math.inf,
+    )
+    # What is left here when the first ones, which save most, are there.
+    left_s = [here_s]
+    for here, _ in reversed(able):
+        left_s.append(left_s[-1] + here)
+    left_s.reverse()
+
+    def done_s(here: float, there: float) -> float:
+        return max(here + lags_s[0] if here else 0.0, there + lags_s[1] if there else 0.0)
+
+    best_s = done_s(left_s[0], there_s)
+    for (here, there), before_s, after_s in zip(able, left_s, left_s[1:], strict=False):
+        more_s = before_s + lags_s[0] - there_s - lags_s[1]
+        if 0 < more_s < here + there:
+            best_s = min(best_s, there_s + lags_s[1] + more_s / (here + there) * there)
+        there_s += there
+        best_s = min(best_s, done_s(after_s, there_s))
+    return best_s
 
 
 def _needed(workload: Workload) -> tuple[list[OpSpec], list[_Edges]]:

@@ -10,6 +10,7 @@ from gascompile.core.plan import Plan
 from gascompile.core.steps import Offload, Prefetch, Recompute, Reload
 from gascompile.core.tiles import base_name, parse_tile
 from gascompile.core.workload import TensorKind
+from gascompile.passes.graph.divide import part_tensors
 
 _ROUNDING = 1e-9  # share by which equal seconds may differ in two files
 
@@ -196,9 +197,12 @@ def _summary(a: Plan, b: Plan) -> Iterable[Change]:
 
 def _form(plan: Plan) -> str:
     """Return how the plan divides its workload, in words."""
-    tiles = sum(parse_tile(name) is not None for name in plan.tensors)
+    apart = part_tensors(plan.workload.ops)
+    in_parts = sum(t.kind == TensorKind.WEIGHT for name, t in plan.tensors.items() if name in apart)
+    tiles = sum(parse_tile(name) is not None for name in plan.tensors.keys() - apart)
     rows = sum(name not in op.reads for op in plan.workload.ops for name in op.gathers)
-    parts = [f"{tiles} tiles"] * bool(tiles) + [f"{rows} ops gather rows"] * bool(rows)
+    parts = [f"{tiles} tiles"] * bool(tiles) + [f"{in_parts} parts"] * bool(in_parts)
+    parts += [f"{rows} ops gather rows"] * bool(rows)
     return ", ".join(parts) or "whole weights"
 
 

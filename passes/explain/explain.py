@@ -22,6 +22,7 @@ from gascompile.cost_models.simulate.trace import Transfer, trace
 from gascompile.passes.explain.alternatives import Alternative, Peer, alternatives
 from gascompile.passes.explain.other_moves import KEEP, MOVE, OtherMove, choice_of, other_moves
 from gascompile.passes.explain.other_sites import OtherSite, other_sites
+from gascompile.passes.graph.divide import part_tensors
 
 _SAME = 1e-6
 """Relative difference of two iteration times below which they count as equal."""
@@ -203,13 +204,14 @@ def _tensor(plan: Plan, tensor: TensorSpec) -> TensorExplanation:
 
 
 def _tiled(plan: Plan, name: str, tiles: Sequence[TensorSpec]) -> TensorExplanation:
-    """Return what all tiles of a weight do together."""
+    """Return what all tiles or parts of a tensor do together."""
     names = {tile.name for tile in tiles}
     timeline = trace(plan)
     sizes: dict[str, int] = {}
     for tile in tiles:
         home = _home(plan, tile)
         sizes[home] = sizes.get(home, 0) + tile.size_bytes
+    word = "parts" if names <= part_tensors(plan.workload.ops) else "tiles"
     shares = ", ".join(f"{format_size(size)} in {tier}" for tier, size in sizes.items())
     uses = [base_name(op.name) for op in plan.workload.ops if names.intersection(op.reads)]
     stalls = tuple(stall for stall in timeline.stalls if stall.tensor in names)
@@ -218,7 +220,7 @@ def _tiled(plan: Plan, name: str, tiles: Sequence[TensorSpec]) -> TensorExplanat
         kind=tiles[0].kind,
         size_bytes=sum(tile.size_bytes for tile in tiles),
         home=", ".join(sizes),
-        reason=f"it is divided into {len(tiles)} tiles, {shares}; ask about one of them, such as '{tiles[0].name}'",
+        reason=f"it is divided into {len(tiles)} {word}, {shares}; ask about one of them, such as '{tiles[0].name}'",
         uses=tuple(dict.fromkeys(uses)),
         writers=(),
         transfers=tuple(

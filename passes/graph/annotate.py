@@ -76,10 +76,7 @@ def annotate(
     if sites and is_fixed:
         ops = _with_sites(ops, facts, nodes, bound_tensors(tensors, ops), machine, sites)
     if parts and is_fixed:
-        ops = tuple(
-            replace(op, cuts=_cuts(nodes[op.name], op, program, facts)) if op.splits else op
-            for op in ops
-        )
+        ops = _with_cuts(ops, nodes, program, facts)
     unknown = sorted({leaf.target for op in facts.ops for leaf in op.leaves if not leaf.known})
     workload = Workload(name=program.name, repeats=repeats, tensors=tensors, ops=ops)
     return Annotation(
@@ -129,6 +126,34 @@ def _cuts(node: torch.fx.Node, op: OpSpec, program: Program, facts: Facts) -> Ma
     if not rows or not same or facts.size_bytes[own] % rows:
         return {}
     return {name: rows for name in names if name}
+
+
+def _with_cuts(
+    ops: Sequence[OpSpec], nodes: Mapping[str, torch.fx.Node], program: Program, facts: Facts
+) -> tuple[OpSpec, ...]:
+    """Return the ops with what they may be in parts along: layers, and pointwise ops of what may be in parts."""
+    found: list[OpSpec] = []
+    apart: set[str] = set()
+    for op, known in zip(ops, facts.ops, strict=True):
+        cuts = _cuts(nodes[op.name], op, program, facts) if op.splits else {}
+        if not op.splits and apart.issuperset(op.reads):
+            cuts = _pointwise_cuts(nodes[op.name], op, known.features)
+        apart.update(op.writes if cuts else ())
+        found.append(replace(op, cuts=cuts))
+    return tuple(found)
+
+
+def _pointwise_cuts(node: torch.fx.Node, op: OpSpec, features: int) -> Mapping[str, int]:
+    """Return the results whose features an op takes one by one, with their number; empty for other ops.
+
+    It makes one tensor that is its own, of the shape and dtype of each that it is given.
+    """
+    target = node.target
+    is_pointwise = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+    given = {f"%{argument.name}" for argument in node.all_input_nodes}
+    if not is_pointwise or op.writes != (f"%{op.name}",) or set(op.reads) != given:
+        return {}
+    return dict.fromkeys(sorted(given), features) if features else {}
 
 
 def _weight(argument: object, program: Program, rank: int = 2) -> str | None:

@@ -3,11 +3,14 @@
 A tile is some rows of a weight, that is, some output features of the op that reads it: the tiles of an
 op are computed one after the other and together write the op's output, which is born with the first.
 A part, too, but it makes a tensor of its own, so that another processor may compute it; an op of the name of the
-whole joins them. A gathered weight is no longer read as a tensor; its rows are part of the op that needs them.
+whole joins them. Parts stay apart through the pointwise ops behind them, and where a layer in parts reads the whole,
+each processor joins it for itself: so both send the other their parts at once, and nobody sends the whole.
+A gathered weight is no longer read as a tensor; its rows are part of the op that needs them.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -42,7 +45,10 @@ def divide(workload: Workload, machine: Machine, division: Division) -> Workload
     """
     gathering = [_gather(op, division, machine) for op in workload.ops]
     rows = _tileable_rows(gathering)
-    parts = _part_tiles(gathering, division.cuts)
+    weights = {tensor.name for tensor in workload.tensors if tensor.kind == TensorKind.WEIGHT}
+    cuts = {name: bounds for name, bounds in division.cuts.items() if name in weights}
+    parts = _part_tiles(gathering, cuts)
+    apart = _Apart(workload, gathering, parts)
     tiles = {
         name: _tiles(name, rows[name], tile_rows)
         for name, tile_rows in division.tile_rows.items()
@@ -54,17 +60,82 @@ def divide(workload: Workload, machine: Machine, division: Division) -> Workload
     made: list[TensorSpec] = []
     for op in gathering:
         weight = next((name for name in op.splits if name in tiles), None)
-        if in_parts := [name for name in op.cuts if name in parts]:
-            made += _made(op, parts[in_parts[0]], sizes)
-            ops += _op_parts(op, parts, overhead_s)
-            ops.append(_join(op, ops[: -len(parts[in_parts[0]]) - 1 : -1], sizes, machine))
+        if bounds := apart.of.get(f"%{op.name}"):
+            made += _made(op, bounds, sizes)
+            in_parts = list(_op_parts(op, bounds, apart, overhead_s))
+            ops += in_parts
+            for name in apart.joins(op):
+                ops.append(_join(op, name, in_parts[::-1], sizes, machine))
+                if (join := parse_tile(name)) is not None:
+                    made += _made(op, (join,), sizes)
         else:
             ops += [op] if weight is None else _op_tiles(op, weight, tiles[weight], overhead_s)
     tiles.update(parts)
     tensors: list[TensorSpec] = []
     for tensor in workload.tensors:
-        tensors += _weight_tiles(tensor, tiles[tensor.name]) if tensor.name in tiles else [tensor]
+        if tensor.name not in apart.of or tensor.name in apart.whole:
+            tensors += (
+                _weight_tiles(tensor, tiles[tensor.name]) if tensor.name in tiles else [tensor]
+            )
     return replace(workload, tensors=(*tensors, *made), ops=tuple(ops))
+
+
+class _Apart:
+    """Which results are in parts, and who joins them."""
+
+    def __init__(
+        self, workload: Workload, ops: Sequence[OpSpec], parts: Mapping[str, Sequence[Tile]]
+    ) -> None:
+        """Know the linear layers in parts, and find the pointwise ops that take parts as they are."""
+        writers = Counter(name for op in ops for name in dict.fromkeys(op.writes))
+        viewed = {name for op in ops if not op.writes for name in op.reads}
+        self._fixed = {name for name, count in writers.items() if count == 1} - viewed
+        """What nobody changes, and nobody looks at but as it is."""
+        self.of: dict[str, Sequence[Tile]] = {}
+        """The parts of each result that is in some, by their features."""
+        self.whole = {t.name for t in workload.tensors if t.kind == TensorKind.OUTPUT}
+        """What is needed as a whole where the tier that computes is."""
+        self.elsewhere: set[str] = set()
+        """What is needed as a whole by another processor's part of a layer."""
+        layers: set[str] = set()
+        for op in ops:
+            own, bounds = f"%{op.name}", None
+            if weights := [name for name in op.cuts if name in parts]:
+                bounds = parts[weights[0]]
+                layers.add(op.name)
+            elif op.cuts and self.of.keys() & self._fixed >= op.cuts.keys():
+                first, *others = (self.of[name] for name in op.cuts)
+                bounds = first if all(_same_rows(first, other) for other in others) else None
+            if bounds is not None:
+                self.of[own] = [bound._replace(base=op.name) for bound in bounds]
+            is_pointwise = bounds is not None and op.name not in layers
+            self.whole.update(() if is_pointwise else (*op.reads, *op.writes[bounds is not None :]))
+            if op.name in layers:
+                self.elsewhere.update(self._fixed.intersection(op.reads))
+
+    def joins(self, op: OpSpec) -> Iterator[str]:
+        """Yield the names of the ops that join the parts of ``op``, another processor's first."""
+        own = f"%{op.name}"
+        if own in self.elsewhere:
+            yield Tile(op.name, 0, self.of[own][-1].end).name
+        if own in self.whole:
+            yield op.name
+
+    def read(self, op: OpSpec, part: Tile) -> Iterator[str]:
+        """Yield what a part of ``op`` reads; the first one is that of the tier that computes."""
+        for name in op.reads:
+            if name in op.cuts and name in self.of:
+                yield f"%{part._replace(base=name[1:]).name}"
+            elif name in op.cuts:
+                yield part._replace(base=name).name
+            elif part.begin and name in self.of and name in self.elsewhere:
+                yield f"%{Tile(name[1:], 0, self.of[name][-1].end).name}"
+            else:
+                yield name
+
+
+def _same_rows(one: Sequence[Tile], other: Sequence[Tile]) -> bool:
+    return [part[1:] for part in one] == [part[1:] for part in other]
 
 
 def division_of(divided: Workload) -> Division:
@@ -74,12 +145,11 @@ def division_of(divided: Workload) -> Division:
         tile = parse_tile(tensor.name) if tensor.kind == TensorKind.WEIGHT else None
         if tile is not None:
             ends.setdefault(tile.base, []).append(tile.end)
-    joined = joined_ops(divided.ops)
     in_parts = {
         tile.base
         for op in divided.ops
         for tile in map(parse_tile, op.reads)
-        if tile is not None and (own := parse_tile(op.name)) is not None and own.base in joined
+        if tile is not None and f"%{op.name}" in op.writes
     }
     return Division(
         tile_rows={
@@ -96,6 +166,13 @@ def joined_ops(ops: Iterable[OpSpec]) -> frozenset[str]:
     names = {op.name for op in ops}
     bases = {tile.base for name in names if (tile := parse_tile(name)) is not None}
     return frozenset(bases & names)
+
+
+def part_tensors(ops: Iterable[OpSpec]) -> frozenset[str]:
+    """Return the tensors that parts of ops read in parts, or make: rows of weights, features of results."""
+    parts = (op for op in ops if parse_tile(op.name) is not None and f"%{op.name}" in op.writes)
+    touched = (name for op in parts for name in (*op.reads, *op.writes))
+    return frozenset(name for name in touched if parse_tile(name) is not None)
 
 
 def _gather(op: OpSpec, division: Division, machine: Machine) -> OpSpec:
@@ -175,13 +252,12 @@ def _op_tiles(
 
 
 def _op_parts(
-    op: OpSpec, parts: Mapping[str, list[Tile]], overhead_s: Mapping[str, float]
+    op: OpSpec, bounds: Sequence[Tile], apart: _Apart, overhead_s: Mapping[str, float]
 ) -> Iterator[OpSpec]:
     """Yield the parts of an op, the last rows first: another processor has those, and begins while this one does."""
-    weight, rows = next(iter(op.cuts.items()))
-    for part in reversed(parts[weight]):
-        made = _op_rows(op, part, op.cuts, rows, overhead_s)
-        yield replace(made, writes=(f"%{made.name}",))
+    for part in reversed(bounds):
+        made = _op_rows(op, part, (), bounds[-1].end, overhead_s)
+        yield replace(made, reads=tuple(apart.read(op, part)), writes=(f"%{made.name}",))
 
 
 def _op_rows(
@@ -213,19 +289,22 @@ def _op_rows(
 
 
 def _join(
-    op: OpSpec, parts: Sequence[OpSpec], sizes: Mapping[str, int], machine: Machine
+    op: OpSpec, name: str, parts: Sequence[OpSpec], sizes: Mapping[str, int], machine: Machine
 ) -> OpSpec:
-    """Return what makes the whole result of its parts, in the order of rows: it reads and writes each byte once."""
+    """Return the op ``name`` that makes the whole result of the parts of ``op``, in the order of rows.
+
+    It reads and writes each byte once.
+    """
     size_bytes = sizes[f"%{op.name}"]
     moved = {"flops": 0, "read_bytes": size_bytes, "write_bytes": size_bytes}
     return OpSpec(
-        name=op.name,
+        name=name,
         time_s={
             device: op_time_s(**moved, dtype="", device=device, machine=machine)
             for device in op.time_s
         },
         reads=tuple(name for part in parts for name in part.writes),
-        writes=op.writes,
+        writes=(f"%{name}",),
         read_bytes=size_bytes,
         write_bytes=size_bytes,
     )

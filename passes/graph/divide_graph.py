@@ -1,12 +1,13 @@
 """Divide a graph: the captured nodes of divided ops give way to one node per tile or part, or to a gather.
 
 Afterwards the graph has the ops of the plan's workload, one node each and in order, and a placeholder
-for every tile or part of a weight. The node of an op in parts stays: it joins them.
+for every tile or part of a weight. The node of an op in parts joins them, or goes where nobody needs the whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import fx
@@ -14,11 +15,10 @@ from torch import fx
 from gascompile.core import moves
 from gascompile.core.errors import PlanMismatchError
 from gascompile.core.program import OP_NAME, add_node
-from gascompile.core.tiles import Tile, parse_tile
+from gascompile.core.tiles import Tile, base_name, is_tile, parse_tile
 from gascompile.core.workload import OpSpec
 from gascompile.cost_models.formulas.gathers import gathered
 from gascompile.formats import ops as wire_ops
-from gascompile.passes.graph.divide import joined_ops
 
 
 def divide_graph(
@@ -43,14 +43,15 @@ def divide_graph(
             tiles.setdefault(tile.base, []).append(tile)
         elif found := gathered(op):
             gathers[op.name] = tuple(found)
-    joined = joined_ops(ops)
+    parts = _Parts(graph, ops, bound)
     for node in list(graph.nodes):
-        if node.op == "call_function" and node.name in joined:
-            _join_parts(graph, node, tiles[node.name], bound)
+        if node.op == "call_function" and node.name in parts.of:
+            parts.divide(node)
         elif node.op == "call_function" and node.name in tiles:
             _replace_by_tiles(graph, node, tiles[node.name], bound)
         elif node.op == "call_function" and node.name in gathers:
             _replace_by_gather(graph, node, gathers[node.name], bound, mover)
+    parts.finish()
 
 
 def _replace_by_tiles(
@@ -78,48 +79,115 @@ def _replace_by_tiles(
     graph.erase_node(node)
 
 
-def _join_parts(
-    graph: fx.Graph, node: fx.Node, parts: Sequence[Tile], bound: dict[fx.Node, str]
-) -> None:
-    """Let ``node`` join what its parts make, each an op as it was, of some rows of its weight and bias.
+class _Parts:
+    """The nodes of ops in parts: one per part, each an op as it was, and those that join what these make."""
 
-    Raises:
-        PlanMismatchError: it has none, or they are not all of its rows, each once and in their order.
-    """
-    x, weight, bias = (*node.args, None)[:3] if len(node.args) > 1 else (None, None, None)
-    value = node.meta.get("val")
-    in_order = sorted(parts, key=lambda part: part.begin)
-    ends = [0, *(part.end for part in in_order)]
-    known = [row for row in (weight, bias) if row is not None]
-    if (
-        node.target is not torch.ops.aten.linear.default
-        or node.kwargs
-        or x in known
-        or any(not isinstance(row, fx.Node) or row not in bound for row in known)
-        or [part.begin for part in in_order] != ends[:-1]
-        or any(part.begin >= part.end for part in parts)
-        or _features(weight, value) not in (None, ends[-1])
-    ):
+    def __init__(self, graph: fx.Graph, ops: Sequence[OpSpec], bound: dict[fx.Node, str]) -> None:
+        """Find which ops are in parts, and which joins there are."""
+        self._graph, self._bound = graph, bound
+        self.of: dict[str, list[Tile]] = {}
+        self._joins: dict[str, list[Tile]] = {}
+        """Of an op the whole that is made for another processor's parts."""
+        self._reads = {op.name: op.reads for op in ops}
+        self._made: dict[str, fx.Node] = {}
+        self._left: list[fx.Node] = []
+        for op in ops:
+            tile = parse_tile(op.name)
+            if tile is None or is_tile(op.name, op.writes):
+                continue
+            is_join = any(base_name(name) == f"%{tile.base}" for name in op.reads)
+            (self._joins if is_join else self.of).setdefault(tile.base, []).append(tile)
+
+    def divide(self, node: fx.Node) -> None:
+        """Insert the parts of ``node`` and what joins them; the node itself does so for the tier that computes.
+
+        Raises:
+            PlanMismatchError: they are not all of its features, each once.
+        """
+        parts = self.of[node.name]
+        in_order = sorted(parts, key=lambda part: part.begin)
+        ends = [0, *(part.end for part in in_order)]
+        is_linear = node.target is torch.ops.aten.linear.default and not node.kwargs
+        is_whole = [part.begin for part in in_order] == ends[:-1] and all(
+            part.begin < part.end for part in parts
+        )
+        value = node.meta.get("val")
+        if not is_whole or _features(node, is_linear=is_linear) not in (None, ends[-1]):
+            self._refuse(node)
+        for part in parts:
+            given = self._linear(node, part) if is_linear else self._pointwise(node, part)
+            with self._graph.inserting_before(node):
+                found = _call(self._graph, node, node.target, given, part)
+            found.kwargs = node.kwargs
+            if isinstance(value, torch.Tensor):
+                found.meta["val"] = value.new_empty((*value.shape[:-1], part.end - part.begin))
+            self._made[part.name] = found
+        joined = ([self._made[part.name] for part in in_order], -1)
+        for join in self._joins.get(node.name, ()):
+            if (join.begin, join.end) != (0, ends[-1]):
+                self._refuse(node)
+            with self._graph.inserting_before(node):
+                made = _call(self._graph, node, torch.ops.aten.cat.default, joined, join)
+            self._made[join.name] = made
+        if node.name in self._reads:
+            node.target, node.args, node.kwargs = torch.ops.aten.cat.default, joined, {}
+        else:
+            self._left.append(node)
+
+    def finish(self) -> None:
+        """Take out what nobody joins.
+
+        Raises:
+            PlanMismatchError: somebody reads it as a whole.
+        """
+        for node in reversed(self._left):
+            if node.users:
+                self._refuse(node)
+            self._graph.erase_node(node)
+
+    def _linear(self, node: fx.Node, part: Tile) -> tuple[fx.node.Argument, ...]:
+        """Return what a part of a linear layer is given: its input and its rows of weight and bias."""
+        x, weight, bias = (*node.args, None)[:3] if len(node.args) > 1 else (None, None, None)
+        known = [row for row in (weight, bias) if row is not None]
+        if x in known or not known:
+            self._refuse(node)
+        rows = []
+        for row in known:
+            if not isinstance(row, fx.Node) or row not in self._bound:
+                self._refuse(node)
+            rows.append(_tile_placeholder(self._graph, row, part, self._bound))
+        wholes = (name[1:] for name in self._reads[part.name] if name[1:] in self._made)
+        for name in wholes:
+            join = parse_tile(name)
+            if join is None or not isinstance(x, fx.Node) or x.name != join.base:
+                self._refuse(node)
+            x = self._made[name]
+        return (x, *rows)
+
+    def _pointwise(self, node: fx.Node, part: Tile) -> tuple[fx.node.Argument, ...]:
+        """Return the arguments of a pointwise op with the same part of each result that it is given."""
+        target = node.target
+        is_pointwise = (
+            isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+        )
+        given = {n: self._made.get(part._replace(base=n.name).name) for n in node.all_input_nodes}
+        in_kwargs: list[fx.Node] = []
+        fx.node.map_arg(node.kwargs, in_kwargs.append)
+        if not is_pointwise or in_kwargs or not given or None in given.values():
+            self._refuse(node)
+        args: tuple[fx.node.Argument, ...] = fx.node.map_arg(node.args, lambda n: given[n])
+        return args
+
+    def _refuse(self, node: fx.Node) -> NoReturn:
         raise PlanMismatchError(
             f"the plan has op '{node.name}' in parts that are not those of a linear layer's rows; plan again"
         )
-    made: dict[Tile, fx.Node] = {}
-    for part in parts:
-        rows = [
-            _tile_placeholder(graph, row, part, bound) for row in known if isinstance(row, fx.Node)
-        ]
-        with graph.inserting_before(node):
-            found = _call(graph, node, torch.ops.aten.linear.default, (x, *rows), part)
-        if isinstance(value, torch.Tensor):
-            found.meta["val"] = value.new_empty((*value.shape[:-1], part.end - part.begin))
-        made[part] = found
-    node.target = torch.ops.aten.cat.default
-    node.args = ([made[part] for part in in_order], -1)
 
 
-def _features(weight: object, value: object) -> int | None:
-    """Return the output features of a layer, as far as its graph says so."""
-    values = (weight.meta.get("val") if isinstance(weight, fx.Node) else None, value)
+def _features(node: fx.Node, *, is_linear: bool) -> int | None:
+    """Return the features of an op's result, as far as its graph says so."""
+    weight = node.args[1] if is_linear and len(node.args) > 1 else None
+    values = (weight.meta.get("val") if isinstance(weight, fx.Node) else None, node.meta.get("val"))
     found = [
         v.shape[i] for i, v in zip((0, -1), values, strict=True) if isinstance(v, torch.Tensor)
     ]

@@ -49,6 +49,8 @@ class OpFacts:
     """What its workspace depends on: the op, the layout of its tensors, the other arguments."""
     has_one_dtype: bool = True
     """Whether what it returns is of the dtype of all that it is given; under autocast it need not be."""
+    features: int = 0
+    """Size of the last dimension of its result, where all that it is given is of the same shape and dtype."""
     unproven: OpCall | None = None
     """The op itself where one of its kernels may take more than formulas know."""
 

@@ -166,8 +166,10 @@ def _run_node(
                 env[node] = env[node].clone()
         results = pytree.tree_leaves(env[node])
         fresh = [isinstance(v, torch.Tensor) and not owners.known(v) for v in results]
-        tensors = (v for v in (*given, *results) if isinstance(v, torch.Tensor))
+        tensors = [v for v in (*given, *results) if isinstance(v, torch.Tensor)]
         facts.has_one_dtype = len({v.dtype for v in tensors}) <= 1
+        if facts.has_one_dtype and len({v.shape for v in tensors}) == 1 and tensors[0].ndim:
+            facts.features = int(tensors[0].shape[-1])
     except _REFUSALS as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         if not isinstance(node.target, torch._ops.OpOverload):

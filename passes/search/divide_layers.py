@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from gascompile.core.tiles import Tile
 from gascompile.core.workload import OpSpec, TensorKind, Workload
+from gascompile.cost_models.formulas.contention import giving_s
 from gascompile.passes.graph.divide import Division, divide
 from gascompile.passes.model.problem import Problem
 from gascompile.passes.search.site_choices import certain_s
@@ -97,7 +98,8 @@ def _kinds(task: Problem, tier: str) -> list[_Kind]:
     rates = {rate.device: rate.bandwidth_bytes_per_s for rate in machine.memory}
     ops_of: dict[tuple[float, ...], list[OpSpec]] = {}
     for op in task.workload.ops:
-        if not op.cuts or not {own, tier} <= op.time_s.keys() or own not in rates:
+        is_layer = bool(op.cuts) and lasting.issuperset(op.cuts)
+        if not is_layer or not {own, tier} <= op.time_s.keys() or own not in rates:
             continue
         given = sum(sizes[name] for name in op.reads if name not in lasting)
         made = sum(sizes[name] for name in op.writes)
@@ -112,8 +114,13 @@ def _kinds(task: Problem, tier: str) -> list[_Kind]:
             weight_bytes=int(size),
             own_s=own_s,
             other_s=other_s,
-            out_s=out.transfer_time_s(int(given)),
-            back=(back.latency_s, made / back.bandwidth_bytes_per_s),
+            out_s=out.transfer_time_s(int(given)) + giving_s(machine, int(given)),
+            back=(
+                back.latency_s + giving_s(machine, 0),
+                made / back.bandwidth_bytes_per_s
+                + giving_s(machine, int(made))
+                - giving_s(machine, 0),
+            ),
             join_s=2 * made / rates[own],
         )
         for (rows, size, own_s, other_s, given, made), ops in ops_of.items()

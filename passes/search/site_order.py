@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from gascompile.core.machine import Machine
 from gascompile.core.workload import TensorKind, Workload
+from gascompile.cost_models.formulas.contention import giving_s
 from gascompile.cost_models.simulate.events import running_sums
 from gascompile.passes.model.liveness import liveness
 from gascompile.passes.model.problem import Problem
@@ -46,7 +47,8 @@ def site_ends(
         source, made_s = made[name]
         if source == site:
             return made_s
-        return made_s + machine.link(f"{source}->{site}").transfer_time_s(sizes[name])
+        link = machine.link(f"{source}->{site}")
+        return made_s + giving_s(machine, sizes[name]) + link.transfer_time_s(sizes[name])
 
     for op, site in zip(workload.ops, sites, strict=True):
         names = [name for name in (*op.reads, *op.writes) if name in made]

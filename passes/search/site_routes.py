@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gascompile.core.steps import Compute, Offload, Reload, Step, Wait
-from gascompile.core.tiles import is_tile, parse_tile
+from gascompile.core.tiles import base_name, is_tile, parse_tile
 from gascompile.core.workload import OpSpec, TensorKind
-from gascompile.cost_models.formulas.contention import contended
+from gascompile.cost_models.formulas.contention import contended, giving_s
 from gascompile.cost_models.simulate.events import running_sums
 from gascompile.passes.model.problem import Problem
 
@@ -30,6 +30,8 @@ class SiteMoves:
 
     alone: list[str] = field(default_factory=list)
     """What one site has waited for alone."""
+    old: list[str] = field(default_factory=list)
+    """Of that, what the tier that computes has had a layer, or a part of one, to do meanwhile."""
 
     def copy(self, begun: Offload | Reload, wait: Wait) -> None:
         """Add a copy, begun behind the op before ``begun.op`` and awaited right before another one."""
@@ -37,10 +39,17 @@ class SiteMoves:
         self.before.setdefault(wait.op, []).append(wait)
         self.alone.extend([wait.tensor] * (wait.site is not None))
 
-    def settle(self, op: int) -> None:
-        """Let everybody wait before an op for what one site has waited for alone."""
-        self.before.setdefault(op, []).extend(Wait(op=op, tensor=name) for name in self.alone)
-        self.alone.clear()
+    def settle(self, op: int, *, is_layer: bool, is_whole: bool) -> None:
+        """Let everybody wait before a whole op of the tier that computes for what one site has waited for alone.
+
+        It does so once it has had a layer, or a part of one, to do meanwhile.
+        """
+        if is_layer:
+            self.old += self.alone
+            self.alone.clear()
+        if is_whole:
+            self.before.setdefault(op, []).extend(Wait(op=op, tensor=name) for name in self.old)
+            self.old.clear()
 
     def merged(self, steps: Sequence[Step], num_ops: int) -> tuple[Step, ...]:
         """Return ``steps`` of one iteration with these among them."""
@@ -91,6 +100,12 @@ def closed(task: Problem, chosen: frozenset[int], tier: str) -> frozenset[int]:
         chosen = kept
 
 
+def joins_elsewhere(op: OpSpec) -> bool:
+    """Return whether ``op`` joins parts of a result for parts of layers at another site."""
+    tile = parse_tile(op.name)
+    return tile is not None and any(base_name(name) == f"%{tile.base}" for name in op.reads)
+
+
 def _changed(task: Problem) -> frozenset[str]:
     """Return the tensors that several ops write: they stay where they are."""
     writers = Counter(name for op in task.workload.ops for name in dict.fromkeys(op.writes))
@@ -117,8 +132,9 @@ def own_times(task: Problem, route: SiteRoute) -> list[float]:
 
     An op elsewhere takes none of its time but where what follows waits for it; the last takes what is left.
     """
-    own = task.machine.compute_tier
-    now = dict.fromkeys((own, *route.op_sites), 0.0)
+    own, contention = task.machine.compute_tier, task.machine.contention
+    start_s, wake_s = (contention.start_s, contention.wake_s) if contention else (0.0, 0.0)
+    now = dict.fromkeys((own, *route.op_sites), start_s) | {own: 0.0}
     arrived: dict[str, float] = {}
     waiting: dict[str, set[str]] = {}
     times_s: list[float] = []
@@ -132,8 +148,9 @@ def own_times(task: Problem, route: SiteRoute) -> list[float]:
                 reached_s = now[own]
             case Offload() | Reload():
                 link = task.machine.link(step.link)
+                now[link.source_tier] += giving_s(task.machine, step.size_bytes)
                 begun_s = max(now[own], now[link.source_tier])
-                arrived[step.tensor] = begun_s + link.transfer_time_s(step.size_bytes)
+                arrived[step.tensor] = begun_s + link.transfer_time_s(step.size_bytes) + wake_s
                 waiting[step.tensor] = {own, link.target_tier}
             case Wait():
                 for site in (step.site,) if step.site else waiting[step.tensor]:
@@ -188,7 +205,8 @@ def find_route(task: Problem, tier: str, sent: frozenset[str]) -> SiteRoute:
         held = [name for name in dict.fromkeys((*op.reads, *op.writes)) if name in at]
         weights = [name for name in op.reads if kinds[name] == TensorKind.WEIGHT]
         site = own
-        if weights and all(name in sent for name in weights):
+        is_sent = bool(weights) and all(name in sent for name in weights)
+        if is_sent or (joins_elsewhere(op) and _can_run(op, kinds, tier, changed)):
             site = tier
         elif not weights and held and _can_run(op, kinds, tier, changed):
             away = [name for name in held if own not in at[name]]
@@ -204,13 +222,13 @@ def find_route(task: Problem, tier: str, sent: frozenset[str]) -> SiteRoute:
         for name in (*op.reads, *op.writes):
             if tier in at.get(name, ()):
                 there[name] = (made[name], i)
-        if moves.alone and site == own and parse_tile(op.name) is None:
-            moves.settle(i)
+        if site == own:
+            moves.settle(i, is_layer=bool(weights), is_whole=parse_tile(op.name) is None)
         op_sites.append(site)
     end = len(op_sites)
     for name in [name for name in at if kinds[name] == TensorKind.OUTPUT and own not in at[name]]:
         bring(end, name, own)
-    moves.settle(end)
+    moves.settle(end, is_layer=True, is_whole=True)
     alone_s = [op.time_s[site] for op, site in zip(task.workload.ops, op_sites, strict=True)]
     times_s = tuple(contended(task.workload.ops, alone_s, op_sites, task.machine))
     return SiteRoute(tuple(op_sites), times_s, moves, there)

@@ -288,7 +288,9 @@ class Exchange:
         """Begin to send each rank its part of ``sent``, and to receive as much as it has for this one."""
         output, given = unowned(received), unowned(sent)
         how: dict[str, Any] = {"group": self._held(), "async_op": True}
-        return dist.all_to_all_single(output, given, list(received_sizes), list(sent_sizes), **how)
+        sizes = (list(received_sizes), list(sent_sizes))
+        work: dist.Work = dist.all_to_all_single(output, given, *sizes, **how)
+        return work
 
     def _wait(self, begin: Callable[..., Any], *tensors: torch.Tensor) -> None:
         """Begin an exchange of ``tensors`` and wait for its end.

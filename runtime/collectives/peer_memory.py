@@ -188,7 +188,7 @@ class PeerMemory:
         _read(peer.pid, peer.board, ctypes.addressof(words), _WORD * _SLOTS)
         if words[_TOKEN] != peer.token:
             raise RuntimeError("a rank has left the exchange")
-        return words
+        return list(words)
 
     def _is_there(self, peer: _Peer) -> bool:
         try:

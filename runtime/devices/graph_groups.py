@@ -138,7 +138,7 @@ def interpret(steps: Sequence[RunStep], values: list[Value]) -> None:
     """Run steps one by one; an error says in which op it arose."""
     name = ""
     try:
-        for function, gather, result, _, frees, _, trait, _ in steps:
+        for function, gather, result, _, frees, _, trait, *_ in steps:
             name = trait.name
             values[result] = function(*gather(values))
             for slot in frees:

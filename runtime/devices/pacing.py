@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gascompile.core.machine import Link, Machine
+from gascompile.core.machine import Machine
 
 _OVERSLEPT_S = 120e-6
 """How much longer than asked for a thread may sleep: the last of a wait is spent looking at the clock."""
@@ -66,7 +66,17 @@ class Pacing:
             # Most copies are quick, some are very late: that mixes orders more than even delays do.
             return self._disorder.longest_delay_s * self._random.random() ** 4
 
-    def begin_s(self, link: str, size_bytes: int, ready_s: float, *, ahead: bool = False) -> float:
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether copies are held back."""
+        return self._disorder is not None
+
+    @property
+    def num_asked(self) -> int:
+        """Entries that no thread of a link has made yet."""
+        return self._asked.qsize()
+
+    def begin_s(self, link: str, size_bytes: int, ready_s: float) -> float:
         """Plan a transfer and return when its first byte passes, on the clock of ``time.perf_counter``.
 
         Transfers have links and pipes in the order in which they are planned.
@@ -75,11 +85,8 @@ class Pacing:
             link: what it goes over.
             size_bytes: of the transfer.
             ready_s: when it could begin, were the link free.
-            ahead: it goes beside what the link is at, and what comes later has the less of the link.
         """
         spec = self._links[link]
-        if ahead:
-            return self._ahead_s(spec, size_bytes, ready_s)
         with self._lock:
             free_s = [self._pipe_free_s.get(pipe, 0.0) for pipe in spec.shared]
             start_s = max(ready_s, self._link_free_s.get(link, 0.0), *free_s)
@@ -90,11 +97,16 @@ class Pacing:
                     self._pipe_free_s[pipe] = start_s + size_bytes / self._pipe_rates[pipe]
             return first_s
 
-    def _ahead_s(self, spec: Link, size_bytes: int, ready_s: float) -> float:
+    def take(self, link: str, size_bytes: int, ready_s: float) -> None:
+        """Enter a transfer that goes beside what its link is at; what comes later has the less of the link."""
+        spec = self._links[link]
         with self._lock:
-            free_s = max(ready_s, self._link_free_s.get(spec.name, 0.0))
-            self._link_free_s[spec.name] = free_s + size_bytes / spec.bandwidth_bytes_per_s
-        return ready_s + spec.latency_s
+            free_s = max(ready_s, self._link_free_s.get(link, 0.0))
+            self._link_free_s[link] = free_s + size_bytes / spec.bandwidth_bytes_per_s
+
+    def latency_s(self, link: str) -> float:
+        """Return what a link takes before the first byte of a transfer passes."""
+        return self._links[link].latency_s
 
     def give_back(self, link: str, time_s: float) -> None:
         """Note that so many planned seconds of a link are not used."""

@@ -12,9 +12,10 @@ from gascompile.runtime.memory.heap_memory import LARGE_BYTES, HeapMemory, own_b
 from gascompile.runtime.memory.pages import Pages
 
 _EVERY = 64
+"""Small blocks add up, too: after so many of them it is looked for holes. [Empirical] A look takes 12 us, as three
+small ops do."""
 _SMALL_BYTES = 4 << 20
-"""Small blocks add up, too: after so many of them, and so much, it is looked for holes. [Empirical] A look takes 12 us,
-as three small ops do."""
+"""And not before they have taken so much, a quarter of what the heap may grow by between two looks."""
 
 
 class RunMemory:

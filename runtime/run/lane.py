@@ -131,7 +131,7 @@ class Lane:
 
     def _walk(self, values: list[Any]) -> None:
         record: Callable[..., None] = self.live.record
-        for function, gather, result, meter, frees, op, trait, _ in self._steps:
+        for function, gather, result, meter, frees, op, trait, *_ in self._steps:
             if self._is_cancelled:
                 return
             self.op = op

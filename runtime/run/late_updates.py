@@ -115,8 +115,9 @@ def _written(node: fx.Node) -> list[fx.Node]:
     target = node.target
     if target is operator.getitem:
         return []
-    is_op = isinstance(target, torch._ops.OpOverload)
-    if not is_op or target.overloadpacket.__name__ in _WRITE_MORE:
+    if not isinstance(target, torch._ops.OpOverload) or (
+        target.overloadpacket.__name__ in _WRITE_MORE
+    ):
         return node.all_input_nodes
     values = [
         node.args[number] if number < len(node.args) else node.kwargs.get(argument.name)

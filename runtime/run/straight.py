@@ -140,7 +140,7 @@ class _Writer:
         for step in self._schedule.steps:
             for slot in step.trait.reads:
                 readers.setdefault(slot, []).append(step)
-        found = set()
+        found: set[int] = set()
         for step in self._schedule.steps:
             then = readers.get(step.result, [])
             is_pair = step.function is torch.t and len(then) == 1 and then[0].function is torch.t

@@ -120,6 +120,7 @@ def _divided(step: TrainingStep) -> dict[str, Any]:
             said.append(f"{type(error).__name__}: {error}")
     return {
         "stages": stages,
+        "reads": step.ranks._ranks.exchange.reads,
         "division": str(step.ranks.division),
         "said": said,
         "num_gathered": [

@@ -107,6 +107,7 @@ def test_equal_to_one_process(two: Path, name: str) -> None:
     scenario = SCENARIOS[name]
     found, wanted = left_by(two, 2, f"trains:{name}"), eager(scenario)
     for rank in found:
+        assert rank["reads"], "these ranks are of one host"
         close(rank["losses"], wanted.losses)
         close(rank["state"]["model"], wanted.model)
         close(_plain(rank["state"]["optimizer"]), _plain(wanted.optimizer))

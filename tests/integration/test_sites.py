@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import gascompile
-from benchmarks.both_processors import TOY, grade
+from benchmarks.both_processors import TOY, Case, grade
 from gascompile.core.steps import Offload, Prefetch, Reload
 from gascompile.core.waiting import own_threads
 from gascompile.passes.graph.insert import insert
@@ -210,9 +210,11 @@ def test_any_choice_of_sites_gives_eagers_results(
     assert not own_threads("gascompile-site")
 
 
-def test_the_benchmark_of_both_processors_runs_at_toy_size(cache: Path) -> None:
-    found = grade(TOY[0], cache, 3, 2.0)
+@pytest.mark.parametrize("case", TOY, ids=lambda case: case.model)
+def test_the_benchmark_of_both_processors_runs_at_toy_size(case: Case, cache: Path) -> None:
+    found = grade(case, cache, 3, 2.0)
     assert set(found["of"]) == {"accelerator", "processor", "both"}
     for row in found["of"].values():
-        assert row["exact"] and row["peak_holds"]
+        assert row["close"] and row["peak_holds"]
+        assert row["exact"] or case.sites == "parts"
         assert len(row["times_s"]) == 3

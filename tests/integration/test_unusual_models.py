@@ -150,6 +150,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], type[Exception], str]] = {
         UnsupportedOpError,
         "no ATen op.*batched",
     ),
+    "derivative": (
+        lambda: Calls(lambda m, x: torch.func.jvp(m.layer, (x,), (x,))[1]),
+        UnsupportedOpError,
+        "no ATen op.*formulas",
+    ),
     "branch": (
         lambda: Calls(lambda m, x: m.layer(x) if x.sum() > 0 else x),
         CaptureError,
@@ -158,11 +163,13 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], type[Exception], str]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of transforms
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_no_plan_can_hold_is_refused_with_the_way_out(name: str, cache: Path) -> None:
     make, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
         gascompile.compile(make().eval(), example_inputs=(torch.randn(3, 8),), cache_dir=cache)
+    assert torch.ones(1).data_ptr(), "tensors of this process are no longer what they were"
 
 
 def test_dynamic_range_that_the_model_breaks_is_named(cache: Path) -> None:

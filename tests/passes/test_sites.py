@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gascompile.core.budget import Budget
-from gascompile.core.machine import Link, Machine, Place
+from gascompile.core.machine import Contention, InterferencePoint, Link, Machine, Place
 from gascompile.core.plan import Plan
 from gascompile.core.sizes import reserve_bytes
 from gascompile.core.steps import Offload, Prefetch, Reload
@@ -123,7 +123,7 @@ def test_halves_run_at_once(link_s: float, num_resident: int) -> None:
     assert plan.peak_bytes["gpu"] <= plan.budget_bytes["gpu"]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     layers=st.integers(1, 3),
     cpu_s=st.sampled_from([0.5, 1.0, 3.0]),
@@ -310,7 +310,7 @@ def _lighter(workload: Workload) -> Workload:
     return replace(workload, ops=tuple(ops))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_no_order_and_no_sites_of_any_ops_beat_the_segments(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 5))
@@ -329,19 +329,44 @@ def test_no_order_and_no_sites_of_any_ops_beat_the_segments(data: st.DataObject)
         size_bytes = data.draw(st.sampled_from([SIZE // 10, SIZE]))
         tensors.append(TensorSpec(name=f"%o{i}", size_bytes=size_bytes, kind=kind))
         ops.append(
-            OpSpec(name=f"o{i}", time_s=seconds, reads=tuple(reads) or ("x",), writes=(f"%o{i}",))
+            OpSpec(
+                name=f"o{i}",
+                time_s=seconds,
+                reads=tuple(reads) or ("x",),
+                writes=(f"%o{i}",),
+                flops=data.draw(st.sampled_from([0, 100])),
+                read_bytes=10,
+            )
         )
     workload = Workload(name="any", repeats=True, tensors=tuple(tensors), ops=tuple(ops))
-    found = site_segments(workload, machine(link_s))
-    assert found <= _least_s(workload, machine(link_s)) * (1 + 1e-9)
+    where = machine(link_s)
+    if lost := data.draw(st.sampled_from([(), (0.1, 0.3), (0.4, 0.2)])):
+        points = (
+            InterferencePoint(flops_per_byte=10.0 * i, lost_share=s) for i, s in enumerate(lost)
+        )
+        where = replace(where, contention=Contention(points=tuple(points)))
+    found = site_segments(workload, where)
+    assert found <= _least_s(workload, where, lost) * (1 + 1e-9)
 
 
-def _least_s(workload: Workload, two_sites: Machine) -> float:
-    """Return the least seconds over all sites of ops and all orders in which they can run."""
+def _least_s(workload: Workload, two_sites: Machine, lost: tuple[float, ...]) -> float:
+    """Return the least seconds over all sites of ops and all orders in which they can run.
+
+    Beside another site an op loses the first share of its speed where it has no FLOPs, else the second.
+    """
     sizes = {tensor.name: tensor.size_bytes for tensor in workload.tensors}
     ops, best = workload.ops, float("inf")
     for sites in itertools.product(*(sorted(op.time_s) for op in ops)):
         site_of = {f"%{op.name}": site for op, site in zip(ops, sites, strict=True)}
+        busy_s = dict.fromkeys(("gpu", "cpu"), 0.0)
+        for op, site in zip(ops, sites, strict=True):
+            busy_s[site] += op.time_s[site]
+        times_s = []
+        for op, site in zip(ops, sites, strict=True):
+            share = lost[op.flops > 0] if lost else 0.0
+            other_s = busy_s["cpu" if site == "gpu" else "gpu"]
+            beside = min(1.0, other_s / busy_s[site]) if busy_s[site] else 0.0
+            times_s.append(op.time_s[site] * (1 - beside + beside / (1 - share)))
         for order in itertools.permutations(range(len(ops))):
             free_s, made_s = {"gpu": 0.0, "cpu": 0.0}, dict[str, float]()
 
@@ -361,7 +386,7 @@ def _least_s(workload: Workload, two_sites: Machine) -> float:
                 if any(name != "x" and name not in made_s for name in op.reads):
                     break
                 begun_s = max(free_s[site], *(there_s(name, site) for name in op.reads))
-                free_s[site] = made_s[op.writes[0]] = begun_s + op.time_s[site]
+                free_s[site] = made_s[op.writes[0]] = begun_s + times_s[i]
             else:
                 best = min(best, max(*free_s.values(), there_s(ops[-1].writes[0], "gpu")))
     return best

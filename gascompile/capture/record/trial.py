@@ -22,6 +22,7 @@ from typing import Any
 import numpy
 
 from gascompile.capture.fingerprint.code_origin import Origin, origin_of_file
+from gascompile.capture.record.asked_settings import replaced
 from gascompile.capture.record.draws import Drawn, drawing_functions
 from gascompile.capture.record.opaque import OpaqueNumber, Uses, is_talk, opaque
 from gascompile.capture.record.recorder import drawing, random_states
@@ -99,13 +100,13 @@ class Trial:
         tracer = sys.gettrace()
         try:
             with ExitStack() as stack:
-                stack.enter_context(_replaced(builtins.__dict__, {"print": _silent(print)}))
+                stack.enter_context(replaced(builtins.__dict__, {"print": _silent(print)}))
                 if self.is_opaque:
                     self._put_opaque(before)
                 for space in (vars(time), vars(random), vars(numpy.random), *self._spaces):
                     asked = self._asked_in(space)
                     self._real.append((space, {key: space[key] for key in asked}))
-                    stack.enter_context(_replaced(space, asked))
+                    stack.enter_context(replaced(space, asked))
                 sys.settrace(self._entered)
                 try:
                     yield
@@ -124,7 +125,7 @@ class Trial:
         try:
             with ExitStack() as stack:
                 for space, real in self._real:
-                    stack.enter_context(_replaced(space, real))
+                    stack.enter_context(replaced(space, real))
                 yield
         finally:
             sys.settrace(tracer)
@@ -232,14 +233,3 @@ def _silent(real: Callable[..., None]) -> Callable[..., None]:
             real(*values, **options)
 
     return quiet_print
-
-
-@contextmanager
-def _replaced(space: dict[str, Any], values: dict[str, Any]) -> Iterator[None]:
-    """Put values into a module for a time."""
-    before = {key: space[key] for key in values}
-    space.update(values)
-    try:
-        yield
-    finally:
-        space.update(before)

@@ -20,6 +20,7 @@ import numpy
 import torch
 
 from gascompile.capture.fingerprint.code_origin import key_of
+from gascompile.capture.record.asked_settings import AskedSetting
 from gascompile.capture.record.likeness import GONE, alike, same, shown
 
 Columns = tuple[list[Any], list[Any], list[Any], list[Any]]
@@ -154,6 +155,11 @@ class Watches:
         """Watch environment variables."""
         for name in names:
             self.attribute(Variable(name), "value", f"the environment variable {name}")
+
+    def settings(self, names: Iterable[str]) -> None:
+        """Watch settings of torch."""
+        for name in sorted(names):
+            self.attribute(AskedSetting(name), "value", name)
 
     @staticmethod
     def _take(columns: Columns, owner: Any, key: Any, value: Any, name: str) -> Any:

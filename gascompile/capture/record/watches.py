@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 from gascompile.capture.fingerprint.code_names import Import, Names, absolute_name, names_of
 from gascompile.capture.fingerprint.code_origin import (
@@ -48,6 +49,8 @@ _TENSORS = {"_parameters", "_buffers"}
 _MIRRORS = {"_flat_weights", "_flat_weight_refs"}
 """Lists that recurrent layers make of their parameters, anew in every trace."""
 _MANY_ENTRIES = 4096  # a larger table is compared by what was read of it alone
+_OF_ALL_MODULES = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
+"""Hooks that each call of any module runs."""
 _INERT = (logging.Logger, logging.Handler, logging.Manager)
 """What they say is no part of what a model computes; the first capture of a process changes torch's own. Nor are the
 lines of sources that messages quote: 120,000 of them once torch has shown some, which each call would compare."""
@@ -81,6 +84,8 @@ def watch(
         walk.module(module, path or type(model).__name__)
     for function in functions:
         walk.value(function, getattr(function, "__qualname__", type(function).__name__))
+    for key in _OF_ALL_MODULES:
+        walk.value(vars(torch_module)[key], f"torch.nn.modules.module.{key}")
     for body, space in code:
         walk.names(names_of(body), space)
     walk.finish()
@@ -105,6 +110,10 @@ class _Walk:
         for key in HOOKS:
             self.watches.size(vars(module)[key], f"{name}.{key}")
         self.fields(module, name)
+        for kind in sorted(_TENSORS):
+            for key, tensor in vars(module)[kind].items():
+                if tensor is not None and vars(tensor):
+                    self.fields(tensor, f"{name}.{key}")
 
     def finish(self) -> None:
         """Go on until nothing more is reached."""

@@ -213,7 +213,7 @@ gather = torch.ops.gascompile_ranks.gather.default
 begin_gather = torch.ops.gascompile_ranks.begin_gather.default
 end_gather = torch.ops.gascompile_ranks.end_gather.default
 whole = torch.ops.gascompile_ranks.whole.default
-BEGINS = {begin_part: add_part, begin_gather: gather}
+BEGINS: dict[object, object] = {begin_part: add_part, begin_gather: gather}
 """What goes on beside ops from here on, and what waits for its end at once."""
 ENDS = (end_part, end_gather)
 """Of what was begun, the first first."""
@@ -232,7 +232,7 @@ def waits(target: object) -> bool:
 
 def bounds_of(target: object, args: Sequence[Any]) -> Sequence[int]:
     """Return where each rank's elements of a range begin, of an op that has one range."""
-    place = {add_part: 3, begin_part: 3, end_gather: 2}.get(target, 1)
+    place = 3 if target in (add_part, begin_part) else 2 if target is end_gather else 1
     bounds: Sequence[int] = args[place]
     return bounds
 

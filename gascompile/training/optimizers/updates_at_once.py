@@ -18,7 +18,8 @@ class AdamsAtOnce:
         """Know the arguments that stay: all but gradients, hyperparameters and what gradients are multiplied by."""
         self._calls = calls
         self._parameters = [call[0] for call in calls]
-        self._states = [[_shaped(call[i], call[0]) for call in calls] for i in (2, 3)]
+        self._means = [_shaped(call[2], call[0]) for call in calls]
+        self._squares = [_shaped(call[3], call[0]) for call in calls]
         self._rows = [len(update_ops.ADAM) + call[-1] for call in calls]
         self._decoupled = calls[0][7]
         self._layouts = [(p.shape, p.stride(), p.dtype) for p in self._parameters]
@@ -35,7 +36,8 @@ class AdamsAtOnce:
             or [(g.shape, g.stride(), g.dtype) for g in gradients] != self._layouts
         ):
             for call, gradient in zip(self._calls, gradients, strict=True):
-                update_ops.adam_now(call[0], gradient, *call[2:4], hyper, scale, *call[6:])
+                parameter, _, mean, square, _, _, *place = call
+                update_ops.adam_now(parameter, gradient, mean, square, hyper, scale, *place)
             return
         values = update_ops.values_of(hyper)
         lr, beta1, beta2, eps, weight_decay, maximize = values[: len(update_ops.ADAM)]
@@ -45,7 +47,8 @@ class AdamsAtOnce:
         kernel(
             self._parameters,
             gradients if scale is None else torch._foreach_mul(gradients, scale),
-            *self._states,
+            self._means,
+            self._squares,
             [],
             [steps[count] for count in counts],
             lr=lr,
@@ -84,25 +87,26 @@ class SgdsAtOnce:
                 update_ops.sgd_now(call[0], gradient, call[2], hyper, scale, *call[5:])
             return
         options = update_ops.sgd_options(hyper, self._calls[0][-1])
-        momenta, slopes = self._momenta, gradients
+        momenta = self._momenta
+        slopes: Sequence[torch.Tensor] = gradients
         if scale is not None:
-            slopes = torch._foreach_mul(slopes, scale)
+            slopes = torch._foreach_mul([*slopes], scale)
         if options.maximize:
-            slopes = torch._foreach_neg(slopes)
+            slopes = torch._foreach_neg([*slopes])
         if options.weight_decay:
-            slopes = torch._foreach_add(slopes, self._parameters, alpha=options.weight_decay)
+            slopes = torch._foreach_add([*slopes], self._parameters, alpha=options.weight_decay)
         if momenta:
             if options.is_first:
-                torch._foreach_copy_(momenta, slopes)
+                torch._foreach_copy_(momenta, [*slopes])
             else:
                 torch._foreach_mul_(momenta, options.momentum)
-                torch._foreach_add_(momenta, slopes, alpha=1 - options.dampening)
+                torch._foreach_add_(momenta, [*slopes], alpha=1 - options.dampening)
             slopes = (
-                torch._foreach_add(slopes, momenta, alpha=options.momentum)
+                torch._foreach_add([*slopes], momenta, alpha=options.momentum)
                 if options.nesterov
                 else momenta
             )
-        torch._foreach_add_(self._parameters, slopes, alpha=-options.lr)
+        torch._foreach_add_(self._parameters, [*slopes], alpha=-options.lr)
 
 
 def _is_whole(parameter: torch.Tensor, moment: torch.Tensor, begin: int) -> bool:

@@ -44,7 +44,7 @@ def test_links_into_the_accelerator_share_its_pipe() -> None:
 def test_a_transfer_ahead_waits_for_nothing_and_takes_its_share_of_the_link() -> None:
     pacing = Pacing(MACHINE)
     pacing.begin_s("nvme->gpu", 400, 0.0)
-    assert pacing.begin_s("nvme->gpu", 100, 2.0, ahead=True) == 3.0
+    pacing.take("nvme->gpu", 100, 2.0)
     assert pacing.begin_s("nvme->gpu", 100, 2.0) == 7.0
 
 
