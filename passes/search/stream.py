@@ -205,9 +205,9 @@ def _sited(tasks: Sequence[Problem], budget: Budget) -> tuple[Draft | None, floa
         alone = search(task, strategies(task), task.arena_limit_bytes)
         plain_s = min(plain_s, alone.seconds if alone is not None else math.inf)
         limit_s = min(plain_s, best.seconds if best is not None else math.inf)
-        sited = sites(task, limit_s, partial(_keeps_budget, task))
-        vain = 0 if sited is not None or best is None else vain + 1
-        best = draft_sites(sited) if sited is not None else best
+        found = sites(task, limit_s, partial(_keeps_budget, task))
+        vain = 0 if found is not None or best is None else vain + 1
+        best = draft_sites(found) if found is not None else best
     for task in tasks:
         whole = all(parse_tile(op.name) is None for op in task.workload.ops)
         if task.arena_limit_bytes < 0 or not whole:
@@ -217,17 +217,17 @@ def _sited(tasks: Sequence[Problem], budget: Budget) -> tuple[Draft | None, floa
             problem, machine=task.machine, budget=budget, reserved_bytes=task.reserved_bytes
         )
         least_s = (1 - _PARTS_GAIN) * limit_s
-        sited = divide_layers(task, least_s, partial(_keeps_budget, task), again)
-        best = draft_sites(sited) if sited is not None else best
+        found = divide_layers(task, least_s, partial(_keeps_budget, task), again)
+        best = draft_sites(found) if found is not None else best
     if best is None or math.isinf(plain_s):
         return best, float(best is not None)
     return best, 1 - best.seconds / plain_s
 
 
-def _keeps_budget(task: Problem, sited: SitedSchedule) -> bool:
+def _keeps_budget(task: Problem, found: SitedSchedule) -> bool:
     """Whether what ops take at all sites, and what is copied between them, is within the budget."""
     return keeps_budget(
-        draft_sites(sited), task.machine, task.limits_bytes, reserved_bytes=task.reserved_bytes
+        draft_sites(found), task.machine, task.limits_bytes, reserved_bytes=task.reserved_bytes
     )
 
 
