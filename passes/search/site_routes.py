@@ -161,7 +161,7 @@ def own_times(task: Problem, route: SiteRoute) -> list[float]:
     return times_s
 
 
-def visiting_bytes(task: Problem, tier: str, route: SiteRoute) -> int:
+def site_peak_bytes(task: Problem, tier: str, route: SiteRoute) -> int:
     """Return a bound on what activations and workspace take on ``tier`` at a time."""
     sizes = {
         tensor.name: tensor.size_bytes

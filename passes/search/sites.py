@@ -36,7 +36,7 @@ from gascompile.passes.search.site_routes import (
     SiteRoute,
     find_route,
     own_times,
-    visiting_bytes,
+    site_peak_bytes,
 )
 from gascompile.passes.search.strategies import MANY_WEIGHTS, family, placements_of, strategies
 
@@ -276,7 +276,7 @@ def _reduced(
 ) -> Problem | None:
     """Return the problem of moving the other weights while the sent ones rest."""
     room = dict(task.room_bytes)
-    room[tier] -= sum(task.weights[i].size_bytes for i in sent) + visiting_bytes(task, tier, route)
+    room[tier] -= sum(task.weights[i].size_bytes for i in sent) + site_peak_bytes(task, tier, route)
     if room[tier] < 0:
         return None
     times_s = own_times(task, route)

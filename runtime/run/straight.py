@@ -150,7 +150,7 @@ class _Writer:
 
     def late(self) -> dict[tuple[Joined, tuple[str, ...]], list[RunStep]]:
         """Return the steps that run after all others, by what they share; nothing where one of them cannot."""
-        found: dict[tuple[Joined, tuple[str, ...]], list[RunStep]] = {}
+        groups: dict[tuple[Joined, tuple[str, ...]], list[RunStep]] = {}
         for step in self._schedule.steps:
             if step.is_late:
                 kind = (
@@ -163,8 +163,8 @@ class _Writer:
                 if any(arguments[i].number in self._local for i in others):
                     return {}
                 shared = tuple(arguments[i].text for i in kind.shared)
-                found.setdefault((kind, shared), []).append(step)
-        return found
+                groups.setdefault((kind, shared), []).append(step)
+        return groups
 
     def step(self, step: RunStep, kept: frozenset[int]) -> None:
         """Write a step, which frees nothing that is ``kept`` for later ones."""
@@ -210,8 +210,8 @@ class _Writer:
 
 
 def _lines(statements: Any, *otherwise: str) -> str:
-    found = [s for s in statements if s != "None"] or [*otherwise]
-    return f"    {'; '.join(found)}"
+    lines = [s for s in statements if s != "None"] or [*otherwise]
+    return f"    {'; '.join(lines)}"
 
 
 class _Slot:

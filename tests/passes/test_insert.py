@@ -33,7 +33,7 @@ class DictMover:
 
     def __init__(self, weights: dict[str, torch.Tensor]) -> None:
         self.weights = weights
-        self.visits: dict[tuple[str, int], torch.Tensor] = {}
+        self.staged: dict[tuple[str, int], torch.Tensor] = {}
         self.calls: list[Step | str] = []
 
     def resident(self, tensor: str) -> torch.Tensor:
@@ -46,12 +46,12 @@ class DictMover:
 
     def wait(self, tensor: str, address: int) -> torch.Tensor:
         self.calls.append(Wait(op=0, tensor=tensor, address=address))
-        self.visits[tensor, address] = self.weights[tensor].clone()
-        return self.visits[tensor, address]
+        self.staged[tensor, address] = self.weights[tensor].clone()
+        return self.staged[tensor, address]
 
     def release(self, tensor: str, address: int) -> None:
         self.calls.append(Release(op=0, tensor=tensor, address=address))
-        self.visits.pop((tensor, address)).fill_(float("nan"))
+        self.staged.pop((tensor, address)).fill_(float("nan"))
 
 
 def nodes_of(module: torch.fx.GraphModule, target: Callable[..., object]) -> list[torch.fx.Node]:
@@ -119,7 +119,7 @@ def test_all_resident_has_no_moves(tmp_path: Path) -> None:
     assert not any(nodes_of(module, m) for m in (moves.prefetch, moves.wait, moves.release))
 
 
-def test_a_view_is_taken_again_in_a_later_visit_only(tmp_path: Path) -> None:
+def test_a_view_is_taken_again_in_a_later_staged_copy_only(tmp_path: Path) -> None:
     toy = mlp(tmp_path)
     transpose = torch.ops.aten.t.default
     apart = insert(toy.program, make_plan(toy.workload, merge=0.0))

@@ -37,7 +37,7 @@ def moved_bytes(workload: Workload, found: IntervalPlan) -> int:
     return sum(link_bytes(found.steps, workload.ops, QUICK).values())
 
 
-def felt_s(case: Case, found: IntervalPlan, op_s_per_byte: float) -> float:
+def contended_s(case: Case, found: IntervalPlan, op_s_per_byte: float) -> float:
     """Return the seconds of a plan, and no less than ops, reruns and moves take from the processors."""
     ops_s = sum(spec.time_s[case.machine.compute_tier] for spec in case.workload.ops)
     again = [case.workload.ops[s.source] for s in found.steps if isinstance(s, Recompute)]
@@ -144,4 +144,4 @@ def test_no_plan_beats_the_bound(case: Case, op_s_per_byte: float) -> None:
         return
     simulate(case.workload, case.machine, felt.steps, felt.homes, limits_bytes=case.limits_bytes)
     for found in (plain, felt):
-        assert felt.bound_s <= felt_s(case, found, op_s_per_byte) * (1 + 1e-9)
+        assert felt.bound_s <= contended_s(case, found, op_s_per_byte) * (1 + 1e-9)

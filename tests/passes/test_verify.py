@@ -109,7 +109,7 @@ def edit_step(kind: type, name: str, values: Callable[[Plan, random.Random], obj
     return mutate
 
 
-def move_visit(plan: Plan, chance: random.Random) -> Plan | None:
+def move_staged_copy(plan: Plan, chance: random.Random) -> Plan | None:
     """Give all moves of one weight another address."""
     streamed = sorted({step.tensor for step in plan.steps if isinstance(step, Prefetch)})
     if not streamed:
@@ -192,7 +192,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "op of a move": edit_step(Wait, "op", lambda p, c: c.randrange(-1, len(p.ops) + 2)),
     "op of a compute": edit_step(Compute, "op", lambda p, c: c.randrange(-1, len(p.ops) + 2)),
-    "address of a visit": move_visit,
+    "address of a staged copy": move_staged_copy,
     "swapped addresses": swap_addresses,
     "home": edit_tensor("home", some_home),
     "resident address": edit_tensor("address", some_address),

@@ -38,7 +38,7 @@ class Model(nn.Module):
 @pytest.fixture(autouse=True)
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin with nothing compared, and with several blocks to a weight, of which ends lie within a row."""
-    monkeypatch.setattr(tied, "_found_equal", set())
+    monkeypatch.setattr(tied, "_known_equal", set())
     monkeypatch.setattr(tied, "_BLOCK_BYTES", 1000)
 
 
@@ -107,7 +107,7 @@ def test_large_ones_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(tied, "_blocks", heard)
     matched(file, store)
-    monkeypatch.setattr(tied, "_found_equal", set())  # as in another process
+    monkeypatch.setattr(tied, "_known_equal", set())  # as in another process
     matched(file, store)
     assert not reads
     written(tmp_path / "m", at={1: 7.0})

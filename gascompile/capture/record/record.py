@@ -83,11 +83,11 @@ class CaptureRecord:
         Args:
             reached: what the model's digest covers.
         """
-        found, reasons = dependencies(self.running, self.reads, self.own, reached)
-        found = replace(found, inert=tuple(sorted(self.inert)))
+        known, reasons = dependencies(self.running, self.reads, self.own, reached)
+        known = replace(known, inert=tuple(sorted(self.inert)))
         if self.inputs is not None and self.inputs.facts:
             reasons = [*reasons, "it asks for more of its inputs than their shapes"]
-        return found, _joined([*filter(None, [self.why]), *reasons])
+        return known, _joined([*filter(None, [self.why]), *reasons])
 
 
 Recorded = CaptureRecord | Dependencies
@@ -156,10 +156,10 @@ class Recorder:
         if self._trial is not None and self._trial.is_opaque:
             return
         with self._trial.paused() if self._trial else nullcontext():
-            found = self._before.changes(_EVERYTHING)
+            changes = self._before.changes(_EVERYTHING)
             if self._follows:
-                found += changed_slots(self._slots, tensor_slots(self._model))
-        self._changed.update({change.name: change for change in found})
+                changes += changed_slots(self._slots, tensor_slots(self._model))
+        self._changed.update({change.name: change for change in changes})
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -189,12 +189,12 @@ class Recorder:
             if rounds is not None:
                 return rounds.run(inner, (args, kwargs), self._last_round)
             self._slots, before = tensor_slots(self._model), entries_of(args, kwargs)
-            found = inner(*args, **kwargs)
-            self.traced = TracedCall.of(found, 0)
+            returned = inner(*args, **kwargs)
+            self.traced = TracedCall.of(returned, 0)
             self.changes_containers = changed_entries(before)
             # Here, as torch.export lets attributes be as they were before.
             self._compare()
-            return found
+            return returned
 
         # torch.nn.Module calls this with its hooks not yet run.
         vars(module)["_compiled_call_impl"] = called
@@ -295,14 +295,14 @@ def watched(
 
 def _code_of(known: Dependencies) -> list[Code]:
     """Return the functions that ran and that are loaded, with their globals."""
-    ran, found = set(known.ran), []
+    ran, codes_there = set(known.ran), []
     files, names = ({key.rpartition(":")[part] for key in ran} for part in (0, 2))
     modules: list[tuple[str, Any]] = list(sys.modules.items())
     for name, module in modules:
         if isinstance(module, types.ModuleType) and vars(module).get("__file__") in files:
             codes = (code for code in _codes(name, module) if code.co_qualname in names)
-            found += [(code, vars(module)) for code in codes if key_of(code) in ran]
-    return found
+            codes_there += [(code, vars(module)) for code in codes if key_of(code) in ran]
+    return codes_there
 
 
 def _codes(name: str, module: types.ModuleType) -> Iterator[types.CodeType]:
@@ -341,9 +341,9 @@ def _joined(reasons: list[str]) -> str | None:
 
 
 def _is_own(code: types.CodeType, space: dict[str, Any]) -> bool:
-    found = origin_of_file(code.co_filename)
-    return not found.versioned and not (
-        found is Origin.MADE and origin_of_name(_maker(code, str(space.get("__name__")))).versioned
+    origin = origin_of_file(code.co_filename)
+    return not origin.versioned and not (
+        origin is Origin.MADE and origin_of_name(_maker(code, str(space.get("__name__")))).versioned
     )
 
 
@@ -369,12 +369,12 @@ def _reads(code: list[Code], model: nn.Module) -> Reads:
     names: set[str] = set()
     by_name = False
     for body, _ in code:
-        found = origin_of_file(body.co_filename)
-        if not found.versioned:
+        origin = origin_of_file(body.co_filename)
+        if not origin.versioned:
             here = names_of(body)
             names |= here.attributes.union(*here.chains)
             by_name = by_name or here.by_name
-        elif _counts(body, found, files):
+        elif _counts(body, origin, files):
             names.update(body.co_names)
             names.update(c for c in body.co_consts if isinstance(c, str) and c.isidentifier())
     ran = frozenset(key_of(body) for body, _ in code)
@@ -389,7 +389,7 @@ def _with_python(reads: Reads, code: list[Code]) -> Reads:
     return replace(reads, names=reads.names.union(*(body.co_names for body in bodies)))
 
 
-def _counts(code: types.CodeType, found: Origin, files: set[str]) -> bool:
+def _counts(code: types.CodeType, origin: Origin, files: set[str]) -> bool:
     """Return whether the names in a library's code say what is read of a module."""
     path = code.co_filename
-    return found is Origin.INSTALLED or (path in files and not path.endswith(_GENERAL))
+    return origin is Origin.INSTALLED or (path in files and not path.endswith(_GENERAL))
