@@ -3,6 +3,7 @@
 Each rank has a board of 8-byte words in its own memory, which the others read as they read values: how many exchanges
 it has offered, how many of the others' it has taken, and where the values of the newest ones lie. A word is written by
 one aligned store after all that it speaks of, which x86 lets nobody see in another order; other processors are refused.
+A count is in both halves of its word, so that one that was read while it changed is seen to be none.
 Values stay as they are until all have taken them, and who has left offers nothing: its token is looked at after each
 read, so that what a process has given back, or another process with its number has, is never taken for values.
 """
@@ -26,7 +27,7 @@ _TOKEN, _OFFERED, _TAKEN, _SLOTS = range(4)
 _NUM_SLOTS = 64
 """Exchanges that may be on offer at a time; further ones wait."""
 _SLOT = 2  # words of a slot: address and bytes
-_WORD = 8  # bytes
+_WORD, _HALF = 8, 32  # bytes, bits
 _SOON_S, _LATER_S, _LATE = 2e-5, 5e-4, 1 / 16
 """Between two looks at the others: the least, the most, and the share of what has passed, by which one comes late."""
 _LOOK_S = 1.0
@@ -120,13 +121,13 @@ class PeerMemory:
         Raises:
             RuntimeError: a rank is gone, or offers something else.
         """
-        number = self._words[_OFFERED]
+        number = self._words[_OFFERED] >> _HALF
         if number >= _NUM_SLOTS:
             self._until(lambda: self._is_taken(number - _NUM_SLOTS), waits)
         slot = _SLOTS + _SLOT * (number % _NUM_SLOTS)
         self._words[slot] = values.data_ptr()
         self._words[slot + 1] = values.numel() * values.element_size()
-        self._words[_OFFERED] = number + 1
+        self._words[_OFFERED] = _in_both_halves(number + 1)
         reading = Reading(number, values, [want for want in wants if want.into.numel()])
         self._pending.append(reading)
         self._advance()
@@ -162,7 +163,7 @@ class PeerMemory:
             if reading.wants:
                 return
             self._pending.popleft()
-            self._words[_TAKEN] = reading.number + 1
+            self._words[_TAKEN] = _in_both_halves(reading.number + 1)
 
     def _took(self, number: int, want: Want) -> bool:
         peer = self._peers[want.peer]
@@ -179,16 +180,18 @@ class PeerMemory:
         return True
 
     def _seen(self, peer: _Peer) -> Sequence[int]:
-        """Return the first words of a board.
+        """Return the counts of a board, each at the place of its word.
 
         Raises:
             RuntimeError: the process has left, or is gone.
         """
         words = (ctypes.c_uint64 * _SLOTS)()
-        _read(peer.pid, peer.board, ctypes.addressof(words), _WORD * _SLOTS)
-        if words[_TOKEN] != peer.token:
-            raise RuntimeError("a rank has left the exchange")
-        return list(words)
+        while True:
+            _read(peer.pid, peer.board, ctypes.addressof(words), _WORD * _SLOTS)
+            if words[_TOKEN] != peer.token:
+                raise RuntimeError("a rank has left the exchange")
+            if all(_in_both_halves(words[i] >> _HALF) == words[i] for i in (_OFFERED, _TAKEN)):
+                return [word >> _HALF for word in words]
 
     def _is_there(self, peer: _Peer) -> bool:
         try:
@@ -223,6 +226,10 @@ class PeerMemory:
                 self._advance()
         finally:
             self.waited_s += time.monotonic() - begin_s
+
+
+def _in_both_halves(count: int) -> int:
+    return count << _HALF | count
 
 
 _boards: list[ctypes.Array[ctypes.c_uint64]] = []

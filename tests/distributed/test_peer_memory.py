@@ -126,6 +126,24 @@ def test_a_rank_that_leaves_or_offers_something_else_breaks_the_exchange() -> No
     del exchange._kept[kept:]
 
 
+def test_a_count_that_is_read_while_it_changes_is_read_again() -> None:
+    first, second = PeerMemory(0), PeerMemory(1)
+    told = [first.told(), second.told()]
+    assert first.finds(told)
+    assert second.finds(told)
+    values, taken = torch.arange(8.0), torch.zeros(8)
+    second.offer(values, [], bool)
+    offered = second._words[1]
+    second._words[1] = offered & 0xFFFFFFFF  # as where half of a word were there
+    after = threading.Timer(0.05, second._words.__setitem__, (1, offered))
+    after.start()
+    reading = first.offer(values, [Want(1, values.nbytes, 0, taken)], bool)
+    assert second._words[1] == offered, "nothing was taken before"
+    first.take(reading, bool)
+    after.join()
+    assert torch.equal(taken, values)
+
+
 def test_nothing_is_waited_for_beyond_the_limit() -> None:
     def act(end: Exchange) -> None:
         if end.rank == 0:

@@ -137,7 +137,7 @@ def test_the_same_is_computed_and_exchanged_in_the_same_order(
     for own, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(own, other, rtol=0.0, atol=0.0, equal_nan=True)
     assert not any(value.isnan().any() for value in wanted)
-    targets = [node.target for node in beside.program.op_nodes()]
+    targets: list[object] = [node.target for node in beside.program.op_nodes()]
     for begin, end in zip(rank_ops.BEGINS, rank_ops.ENDS, strict=True):
         assert targets.count(begin) == targets.count(end) > 0
         assert rank_ops.BEGINS[begin] not in targets

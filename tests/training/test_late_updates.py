@@ -34,7 +34,8 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = torch.relu(self.first(x))
-        return self.last(h) @ self.last.weight + (self.shift + self.slope).sum()
+        last: torch.Tensor = self.last(h)
+        return last @ self.last.weight + (self.shift + self.slope).sum()
 
 
 def _loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
