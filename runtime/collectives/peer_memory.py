@@ -10,6 +10,7 @@ read, so that what a process has given back, or another process with its number 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import platform
 import secrets
@@ -42,6 +43,10 @@ class _Span(ctypes.Structure):
     """The kernel's ``iovec``."""
 
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+class _GoneError(RuntimeError):
+    """A rank has left, or its process has ended: it reads nothing any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +192,7 @@ class PeerMemory:
         words = (ctypes.c_uint64 * _SLOTS)()
         _read(peer.pid, peer.board, ctypes.addressof(words), _WORD * _SLOTS)
         if words[_TOKEN] != peer.token:
-            raise RuntimeError("a rank has left the exchange")
+            raise _GoneError("a rank has left the exchange")
         return list(words)
 
     def _is_there(self, peer: _Peer) -> bool:
@@ -203,7 +208,7 @@ class PeerMemory:
             try:
                 if self._seen(peer)[_TAKEN] <= number:
                     return False
-            except RuntimeError:
+            except _GoneError:
                 continue
         return True
 
@@ -239,8 +244,9 @@ def _read(pid: int, address: int, into: int, size_bytes: int) -> None:
         here, there = _Span(into, size_bytes), _Span(address, size_bytes)
         count = _libc.process_vm_readv(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
         if count <= 0:
-            reason = os.strerror(ctypes.get_errno())
-            raise RuntimeError(f"the memory of process {pid} cannot be read: {reason}")
+            code = ctypes.get_errno()
+            kind = _GoneError if code in (errno.ESRCH, errno.EFAULT) else RuntimeError
+            raise kind(f"the memory of process {pid} cannot be read: {os.strerror(code)}")
         # The kernel copies two GiB at a time.
         address, into, size_bytes = address + count, into + count, size_bytes - count
 
