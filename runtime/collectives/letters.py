@@ -6,6 +6,7 @@ the step looks at a clock. What is sent is copied into memory beside torch's own
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import mmap
 import queue
@@ -143,13 +144,18 @@ class _Thread:
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
-        threading.Thread(target=_wait_for, args=(self._queue,), daemon=True).start()
+        thread = threading.Thread(target=_wait_for, args=(self._queue,), daemon=True)
+        _running[thread] = self._queue
+        thread.start()
 
     def put(self, waiting: _Waiting) -> None:
         self._queue.put(waiting)
 
     def end(self) -> None:
         self._queue.put(None)
+
+
+_running: dict[threading.Thread, queue.SimpleQueue[_Waiting | None]] = {}
 
 
 def _wait_for(waiting: queue.SimpleQueue[_Waiting | None]) -> None:
@@ -159,6 +165,16 @@ def _wait_for(waiting: queue.SimpleQueue[_Waiting | None]) -> None:
         except BaseException as error:  # noqa: BLE001 - who has sent or waits raises it
             item.error = error
         item.over.set()
+    _running.pop(threading.current_thread())
+
+
+@atexit.register
+def _end_all() -> None:
+    """Let threads end before Python does: a wait of torch's that ends then ends the process, by ``terminate``."""
+    until_s = time.monotonic() + _LEAVE_S
+    for thread, waiting in list(_running.items()):
+        waiting.put(None)
+        thread.join(max(until_s - time.monotonic(), 0))
 
 
 def _begun(work: dist.Work | None) -> dist.Work:

@@ -11,6 +11,7 @@ read, so that what a process has given back, or another process with its number 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import platform
 import secrets
@@ -43,6 +44,10 @@ class _Span(ctypes.Structure):
     """The kernel's ``iovec``."""
 
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+class _GoneError(RuntimeError):
+    """A rank has left, or its process has ended: it reads nothing any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +194,7 @@ class PeerMemory:
         while True:
             _read(peer.pid, peer.board, ctypes.addressof(words), _WORD * _SLOTS)
             if words[_TOKEN] != peer.token:
-                raise RuntimeError("a rank has left the exchange")
+                raise _GoneError("a rank has left the exchange")
             if all(_in_both_halves(words[i] >> _HALF) == words[i] for i in (_OFFERED, _TAKEN)):
                 return [word >> _HALF for word in words]
 
@@ -206,7 +211,7 @@ class PeerMemory:
             try:
                 if self._seen(peer)[_TAKEN] <= number:
                     return False
-            except RuntimeError:
+            except _GoneError:
                 continue
         return True
 
@@ -246,8 +251,9 @@ def _read(pid: int, address: int, into: int, size_bytes: int) -> None:
         here, there = _Span(into, size_bytes), _Span(address, size_bytes)
         count = _libc.process_vm_readv(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
         if count <= 0:
-            reason = os.strerror(ctypes.get_errno())
-            raise RuntimeError(f"the memory of process {pid} cannot be read: {reason}")
+            code = ctypes.get_errno()
+            kind = _GoneError if code in (errno.ESRCH, errno.EFAULT) else RuntimeError
+            raise kind(f"the memory of process {pid} cannot be read: {os.strerror(code)}")
         # The kernel copies two GiB at a time.
         address, into, size_bytes = address + count, into + count, size_bytes - count
 

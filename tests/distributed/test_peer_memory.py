@@ -164,10 +164,13 @@ def test_a_process_that_is_gone_is_found() -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as end:
         assert end.stdout is not None
         other = end.stdout.readline().strip()
-        own = PeerMemory(0)
+        own, idle = PeerMemory(0), PeerMemory(0)
         told = [own.told(), other]
         assert own.finds(told)
+        assert idle.finds([idle.told(), other])
         end.kill()
+    # Who is gone needs nothing any more: this rank's memory is free.
+    idle.finish(idle.offer(torch.zeros(2), [], lambda _: False), lambda _: False)
     with pytest.raises(RuntimeError, match="cannot be read"):
         own.offer(torch.zeros(2), [Want(1, 8, 0, torch.zeros(2))], lambda _: True)
     assert not PeerMemory(0).finds(told)
