@@ -74,6 +74,26 @@ def test_copies_give_way_once_ops_run_on_both_sides_but_for_those_that_these_wai
     assert torch.equal(target, source)
 
 
+def test_who_hands_a_value_over_copies_it_and_it_counts_when_its_link_would_have_it() -> None:
+    source, target = torch.ones(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    device = EmulatedDevice(accelerator(up=1e9, nvme=1e9, latency_s=600.0))
+    event = device.stream("cpu->gpu", ahead=True).copy(target, source, name="x")
+    assert torch.equal(target, source)
+    assert not event.reached
+    device.close()
+
+
+def test_the_time_table_keeps_no_copies_that_are_over() -> None:
+    device = EmulatedDevice(accelerator(up=1e9, nvme=1e9, latency_s=0.0))
+    source, target = torch.ones(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    ahead = device.stream("cpu->gpu", ahead=True)
+    for _ in range(100):
+        ahead.copy(target, source, name="x").wait()
+    device.synchronize()
+    assert device._pacing.num_asked == 0
+    device.close()
+
+
 @LINUX
 def test_an_own_thread_that_asks_for_the_number_of_threads_makes_no_more() -> None:
     """What ``Lane`` relies on: a thread takes on what ``set_num_threads`` said when it asks for the number."""
