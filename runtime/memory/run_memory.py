@@ -14,8 +14,8 @@ from gascompile.runtime.memory.pages import Pages
 _EVERY = 64
 """Small blocks add up, too: after so many of them it is looked for holes. [Empirical] A look takes 12 us, as three
 small ops do."""
-_SMALL_BYTES = 4 << 20
-"""And not before they have taken so much, a quarter of what the heap may grow by between two looks."""
+_TAKEN_BYTES = 4 << 20
+"""And not before ops have taken so much, a quarter of what the heap may grow by between two looks."""
 
 
 class RunMemory:
@@ -26,7 +26,7 @@ class RunMemory:
         self._pages, self._heap = pages, HeapMemory()
         self.serve: Callable[[int], object] = bool if pages is None else pages.activate
         """Let this thread's large values lie in pages, or no more: native code, which nothing interrupts."""
-        self._num_small = self._small_bytes = 0
+        self._num_small = self._taken_bytes = 0
 
     def lane(self) -> Callable[[int], object]:
         """Return what ``serve`` is to the thread of ops that run on the host beside a device's, in the run at hand."""
@@ -47,13 +47,14 @@ class RunMemory:
 
     def is_due(self, size_bytes: int) -> bool:
         """Return whether room is to be made before an op that takes so much; asked once per op."""
-        if size_bytes >= LARGE_BYTES:
+        is_large = size_bytes >= LARGE_BYTES
+        if is_large and self._pages is None:
             return True
         self._num_small += 1
-        self._small_bytes += size_bytes
-        if self._num_small < _EVERY or self._small_bytes < _SMALL_BYTES:
+        self._taken_bytes += size_bytes
+        if (self._num_small < _EVERY and not is_large) or self._taken_bytes < _TAKEN_BYTES:
             return False
-        self._num_small = self._small_bytes = 0
+        self._num_small = self._taken_bytes = 0
         return True
 
     def make_room(self, size_bytes: int) -> None:

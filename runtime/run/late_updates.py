@@ -17,8 +17,8 @@ from gascompile.core import moves
 from gascompile.core.plan import Plan
 from gascompile.runtime.run.calls import direct, joined, may_return_its_input
 
-_MOST_BYTES = 1 << 20
-"""[Empirical] Of gradients that wait: updates of more take a millisecond, of which their calls are a few percent."""
+_MOST_BYTES = 4 << 20
+"""[Empirical] Of gradients that wait: updates of more take milliseconds, of which their calls are a few percent."""
 _COPIES = 3
 """Of these gradients that an update of all takes, and leaves, for itself."""
 Root = fx.Node | str
