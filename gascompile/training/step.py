@@ -16,6 +16,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from gascompile.capture.batches import admit
+from gascompile.capture.torch_settings import require_followed
 from gascompile.core.errors import BudgetExceededError, StorageError, UnsupportedOpError
 from gascompile.core.kernels import FusedReport
 from gascompile.core.plan import Plan
@@ -226,6 +227,7 @@ class TrainingStep(StepValues):
         self, batch: Any, *, trains: bool, updates: bool = False, calls: bool = False
     ) -> tuple[StepUnit, States, Sequence[torch.Tensor]]:
         """Run what is planned for a batch; plan again where an op takes more than the plan has for it."""
+        require_followed(trains=trains)
         unit: StepUnit | None = None
 
         def run() -> tuple[StepUnit, States, Sequence[torch.Tensor]]:
