@@ -21,6 +21,7 @@ from gascompile.core.errors import BudgetExceededError, StorageError, Unsupporte
 from gascompile.core.kernels import FusedReport
 from gascompile.core.plan import Plan
 from gascompile.core.reports import GraphReport, RunReport
+from gascompile.core.waiting import in_turn
 from gascompile.machines.run_within_budget import planned_again
 from gascompile.runtime.memory.pages import Pages
 from gascompile.runtime.run.recording import Recording
@@ -41,7 +42,7 @@ from gascompile.training.units import UnitMaker, require_free
 
 
 class TrainingStep(StepValues):
-    """A compiled training step. Not for several threads at once.
+    """A compiled training step. Calls from several threads take turns.
 
     While it is open it has the model's values. Who reads a parameter or a buffer gets a copy, who writes to one
     writes to the step's; ``close`` puts them back.
@@ -92,6 +93,7 @@ class TrainingStep(StepValues):
         """How many ops of ``plan`` run in how many CUDA graphs, or why none does; ``None`` where none can be."""
         return next((u.executor.graph_report for u in self._units if u.plan is self.plan), None)
 
+    @in_turn
     def __call__(self, batch: Any, *, updates: bool | None = None) -> torch.Tensor:
         """Run one step: forward, backward and update. Return the loss, a scalar without a graph.
 
@@ -126,6 +128,7 @@ class TrainingStep(StepValues):
         self._holdings.unfinished.end()
         return loss
 
+    @in_turn
     def eval(self, batch: Any) -> torch.Tensor:
         """Return the loss in evaluation mode, without an update, under the same budget.
 
@@ -149,6 +152,7 @@ class TrainingStep(StepValues):
         self._holdings.unfinished.end()
         return loss
 
+    @in_turn
     def model(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model on the values of now, under the same budget and without gradients; return what it returns.
 
@@ -172,6 +176,7 @@ class TrainingStep(StepValues):
         self._holdings.unfinished.end()
         return unit.result(outputs)
 
+    @in_turn
     def prepare(self, batch: Any) -> None:
         """Plan for batches like this one, unless that has been done."""
         ranks = self.ranks
@@ -281,6 +286,7 @@ class TrainingStep(StepValues):
             ranks.ran(unit, self.last_run)
         return states, outputs
 
+    @in_turn
     def save_plan(self, folder: str | os.PathLike[str]) -> None:
         """Write the plans made so far as ``folder``, for ``compile_step(..., plan=folder)`` in any process.
 
@@ -295,6 +301,7 @@ class TrainingStep(StepValues):
             )
         save_plans(self._units, Path(folder))
 
+    @in_turn
     def close(self) -> None:
         """Put parameters back into the model and its state into the optimizer; give memory and files back.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -188,7 +189,25 @@ def test_what_is_set_on_a_parameter_is_part_of_the_loss(tmp_path: Path) -> None:
             wanted = scaled(plain, BATCH)
             gradients = torch.autograd.grad(wanted, [*plain.parameters()])
             with torch.no_grad():
-                for parameter, gradient in zip(plain.parameters(), gradients, strict=True):
-                    parameter -= 0.1 * gradient
+                torch._foreach_add_([*plain.parameters()], gradients, alpha=-0.1)
             torch.testing.assert_close(step(BATCH), wanted.detach())
     torch.testing.assert_close(model.state_dict(), plain.state_dict())
+
+
+def test_steps_from_several_threads_take_turns(step_of: Compiler) -> None:
+    model, plain = linear(), linear()
+    options: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "fused": True}
+    optimizer, plain_optimizer = (
+        torch.optim.SGD(m.parameters(), **options) for m in (model, plain)
+    )
+    with step_of(model, optimizer) as step, ThreadPoolExecutor(3) as pool:
+        found = [float(loss) for loss in pool.map(step, [BATCH] * 30)]
+    wanted = []
+    for _ in range(30):
+        plain_optimizer.zero_grad()
+        loss = square(plain, BATCH)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        plain_optimizer.step()
+        wanted.append(float(loss.detach()))
+    assert sorted(found) == sorted(wanted)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
