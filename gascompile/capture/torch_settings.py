@@ -67,6 +67,22 @@ def traced_by() -> str | None:
     return None
 
 
+def require_followed(*, trains: bool) -> None:
+    """Return if a plan of a training step can do now what the step in eager would.
+
+    Raises:
+        UnsupportedOpError: something is active around it that no plan follows.
+    """
+    if trains and torch.is_inference_mode_enabled():
+        raise UnsupportedOpError(
+            "torch.inference_mode() is active around a step, whose optimizer counts writes; take the step outside of it"
+        )
+    if (mode := traced_by()) is not None:
+        raise UnsupportedOpError(
+            f"{mode} is active around a step, which no plan follows; take the step outside of that"
+        )
+
+
 def call_settings() -> tuple[torch.dtype, torch.dtype | None, torch.dtype | None]:
     """Return what decides at the time of a call which types ops compute in: the default, and autocasts' by device."""
     is_enabled = torch.is_autocast_enabled

@@ -42,6 +42,29 @@ def open_regular(path: str | os.PathLike[str], *, flags: int = 0) -> int:
     return descriptor
 
 
+def open_lock(path: str | os.PathLike[str]) -> int:
+    """Return a descriptor of a file to lock and to write to, which is made where it is missing.
+
+    Raises:
+        StorageError: a link or something else than a regular file is in its place.
+        OSError: it cannot be opened.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise StorageError(
+                f"{_shown(path)} is a link, not a regular file; remove it"
+            ) from error
+        raise
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise StorageError(f"{_shown(path)} is {_kind(mode)}, not a regular file; remove it")
+    return descriptor
+
+
 def read_regular(path: str | os.PathLike[str], *, max_bytes: int) -> bytes:
     """Return the content of a regular file.
 

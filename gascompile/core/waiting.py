@@ -18,12 +18,15 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from functools import partial, wraps
+from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from gascompile.core.errors import ForkedError
 from gascompile.core.patience import Watch, arrived
 
 Result = TypeVar("Result")
+Given = ParamSpec("Given")
+Taking = TypeVar("Taking", bound="TakesTurns")
 Request = TypeVar("Request")
 
 LOOK_S = 0.2
@@ -113,6 +116,24 @@ class Turn:
     def renew(self) -> None:
         """Forget who had the turn: a thread that is not in this process."""
         self._lock = threading.RLock()
+
+
+class TakesTurns(Protocol):
+    """An object some of whose methods take turns."""
+
+    _turn: Turn
+
+
+def in_turn(
+    method: Callable[Concatenate[Taking, Given], Result],
+) -> Callable[Concatenate[Taking, Given], Result]:
+    """Have a method wait until no other thread is in one of its object's methods that take turns."""
+
+    @wraps(method)
+    def taken(self: Taking, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+        return self._turn.take(partial(method, self, *args, **kwargs))
+
+    return taken
 
 
 class OwnThread:

@@ -15,10 +15,12 @@ import torch
 from torch import fx
 
 from gascompile.capture.batches import admit, leaves_of
+from gascompile.capture.torch_settings import require_followed
 from gascompile.core.errors import BudgetExceededError, StorageError, UnsupportedOpError
 from gascompile.core.kernels import FusedReport
 from gascompile.core.plan import Plan
 from gascompile.core.reports import GraphReport, RunReport
+from gascompile.core.waiting import in_turn
 from gascompile.machines.run_within_budget import planned_again
 from gascompile.runtime.memory.pages import Pages
 from gascompile.runtime.run.recording import Recording
@@ -39,7 +41,7 @@ from gascompile.training.units import UnitMaker, require_free
 
 
 class TrainingStep(StepValues):
-    """A compiled training step. Not for several threads at once.
+    """A compiled training step. Calls from several threads take turns.
 
     While it is open it has the model's values. Who reads a parameter or a buffer gets a copy, who writes to one
     writes to the step's; ``close`` puts them back.
@@ -90,6 +92,7 @@ class TrainingStep(StepValues):
         """How many ops of ``plan`` run in how many CUDA graphs, or why none does; ``None`` where none can be."""
         return next((u.executor.graph_report for u in self._units if u.plan is self.plan), None)
 
+    @in_turn
     def __call__(self, batch: Any, *, updates: bool | None = None) -> torch.Tensor:
         """Run one step: forward, backward and update. Return the loss, a scalar without a graph.
 
@@ -124,6 +127,7 @@ class TrainingStep(StepValues):
         self._holdings.unfinished.end()
         return loss
 
+    @in_turn
     def eval(self, batch: Any) -> torch.Tensor:
         """Return the loss in evaluation mode, without an update, under the same budget.
 
@@ -147,6 +151,7 @@ class TrainingStep(StepValues):
         self._holdings.unfinished.end()
         return loss
 
+    @in_turn
     def model(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model on the values of now, under the same budget and without gradients; return what it returns.
 
@@ -170,6 +175,7 @@ class TrainingStep(StepValues):
         self._holdings.unfinished.end()
         return unit.result(outputs)
 
+    @in_turn
     def prepare(self, batch: Any) -> None:
         """Plan for batches like this one, unless that has been done."""
         ranks = self.ranks
@@ -227,6 +233,7 @@ class TrainingStep(StepValues):
         self, batch: Any, *, trains: bool, updates: bool = False, calls: bool = False
     ) -> tuple[StepUnit, States, Sequence[torch.Tensor]]:
         """Run what is planned for a batch; plan again where an op takes more than the plan has for it."""
+        require_followed(trains=trains)
         unit: StepUnit | None = None
 
         def run() -> tuple[StepUnit, States, Sequence[torch.Tensor]]:
@@ -280,6 +287,7 @@ class TrainingStep(StepValues):
             ranks.ran(unit, self.last_run)
         return states, outputs
 
+    @in_turn
     def save_plan(self, folder: str | os.PathLike[str]) -> None:
         """Write the plans made so far as ``folder``, for ``compile_step(..., plan=folder)`` in any process.
 
@@ -294,6 +302,7 @@ class TrainingStep(StepValues):
             )
         save_plans(self._units, Path(folder))
 
+    @in_turn
     def close(self) -> None:
         """Put parameters back into the model and its state into the optimizer; give memory and files back.
 

@@ -18,6 +18,7 @@ from gascompile.core.errors import (
     ClosedStepError,
     StorageError,
 )
+from gascompile.core.waiting import Turn, in_turn
 from gascompile.distributed.rows import RowSampler
 from gascompile.training.optimizers.unplanned import changed_by
 from gascompile.training.rank_step import RankStep
@@ -49,6 +50,7 @@ class StepValues:
         self._values, self._units, self._holdings = values, units, holdings
         self._write_bytes_per_s = math.inf
         """Of the drive, as the machine has it."""
+        self._turn = Turn()
 
     @property
     def _states(self) -> States | None:
@@ -111,6 +113,7 @@ class StepValues:
             held.require_whole()
         return self._states
 
+    @in_turn
     def settle(self) -> None:
         """Let no transfer be under way; the next step takes longer, as it begins with none.
 
@@ -120,10 +123,12 @@ class StepValues:
         self._open_states()
         self._holdings.settle_all()
 
+    @in_turn
     def state_places(self) -> dict[str, tuple[int, int]]:
         """Return the file and offset of each value's copy, which may be old; for measurements after ``settle``."""
         return self._open_states().persistent.places()
 
+    @in_turn
     def state_dict(self) -> dict[str, Any]:
         """Return copies in memory of ``model.state_dict()`` and ``optimizer.state_dict()``, by these words.
 
@@ -137,6 +142,7 @@ class StepValues:
         self._holdings.settle_all()
         return states.state_dict()
 
+    @in_turn
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over ``{"model": model.state_dict(), "optimizer": optimizer.state_dict()}``.
 
@@ -156,6 +162,7 @@ class StepValues:
         with self._restoring() as states:
             states.load_state_dict(state)
 
+    @in_turn
     def save(
         self,
         folder: str | os.PathLike[str],
@@ -211,6 +218,7 @@ class StepValues:
         ranks, states = self._joined(), self._open_states()
         return ranks.replica_cost(states, self._changing(states), self._write_bytes_per_s)
 
+    @in_turn
     def load(self, folder: str | os.PathLike[str]) -> dict[str, Any]:
         """Restore all of the newest checkpoint, torch's random numbers included; return its ``extra``.
 

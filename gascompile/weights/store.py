@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from gascompile.core.errors import StorageError
+from gascompile.core.files import open_lock
 from gascompile.core.sizes import format_size
 from gascompile.weights.checkpoint import Checkpoint, open_checkpoint
 from gascompile.weights.store_check import Advance, Hash, is_whole, note_whole
@@ -134,11 +135,13 @@ def exclusive(path: Path) -> Iterator[None]:
     """Hold an advisory lock on ``path`` against other processes; raises ``StorageError`` where it cannot be made."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        stream = path.open("a")
+        file = open_lock(path)
     except OSError as error:
         raise StorageError(
             f"cannot write in {path.parent}: {error.strerror or error}; pass another cache_dir="
         ) from error
-    with stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(file)

@@ -10,8 +10,10 @@ import pytest
 
 from gascompile.core.config import CompileConfig
 from gascompile.core.errors import StorageError, UnsafeCacheWarning
-from gascompile.core.files import open_regular, read_regular
+from gascompile.core.files import open_lock, open_regular, read_regular
 from gascompile.core.own_files import is_own, load_own, open_own, own_cache, read_own
+from gascompile.training.state.checkpoints import CheckpointFolder
+from gascompile.weights.store import exclusive
 
 
 @pytest.fixture
@@ -81,3 +83,22 @@ def test_only_regular_files_are_opened(path: str, tmp_path: Path) -> None:
         open_regular(tmp_path / path)
     with pytest.raises(StorageError):
         read_regular(tmp_path / path, max_bytes=10)
+
+
+def test_a_lock_is_a_file_of_its_own_and_nothing_that_a_link_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "diary").write_text("years of it")
+    (tmp_path / "link").symlink_to(tmp_path / "diary")
+    os.mkfifo(tmp_path / "pipe")
+    for name, kind in (("link", "a link"), ("pipe", "a pipe")):
+        with pytest.raises(StorageError, match=f"is {kind}, not a regular file"):
+            open_lock(tmp_path / name)
+        with pytest.raises(StorageError, match=f"is {kind}"), exclusive(tmp_path / name):
+            pass
+    kept = CheckpointFolder(tmp_path / "run")
+    kept.folder.mkdir()
+    (kept.folder / "lock").symlink_to(tmp_path / "diary")
+    with pytest.raises(StorageError, match="is a link"):
+        kept._take()
+    assert (tmp_path / "diary").read_text() == "years of it"
+    os.close(open_lock(tmp_path / "new"))
+    assert (tmp_path / "new").is_file()

@@ -115,11 +115,16 @@ def _attribute(model: Scaled) -> None:
     vars(model.linear.weight)["scale"] *= 3
 
 
+def _another_attribute(model: Scaled) -> None:
+    vars(model.linear.bias)["shift"] = 5.0 * vars(model.linear.bias).get("shift", 1.0)
+
+
 @pytest.mark.parametrize(
     ("asks", "change"),
     [
         (lambda m, _y: 2.0 if m.linear.weight.requires_grad else 3.0, nn.Module.requires_grad_),
         (lambda m, _y: m.linear.weight.scale, _attribute),
+        (lambda m, _y: getattr(m.linear.bias, "shift", 2.0), _another_attribute),
     ],
 )
 @torch.no_grad()

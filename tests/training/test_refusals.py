@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import gascompile
 from gascompile.core.errors import CaptureError, ClosedStepError, UnsupportedOpError
@@ -148,3 +151,63 @@ def test_a_closed_step_refuses_calls(step_of: Compiler, tmp_path: Path) -> None:
     assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
     with step_of(model, torch.optim.SGD(model.parameters(), lr=0.1)) as again:
         again(BATCH)
+
+
+class _Twice(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {})) * (2 if func is torch.Tensor.pow else 1)
+
+
+def test_a_step_within_what_no_plan_follows_is_refused_before_anything_changes(
+    step_of: Compiler,
+) -> None:
+    model = linear()
+    with step_of(model, torch.optim.SGD(model.parameters(), lr=0.1)) as step:
+        step(BATCH)
+        before = step.state_dict()["model"]
+        for around, named in ((torch.inference_mode, "inference_mode"), (_Twice, "mode _Twice")):
+            with around(), pytest.raises(UnsupportedOpError, match=f"{named}.* is active"):
+                step(BATCH)
+        torch.testing.assert_close(step.state_dict()["model"], before, rtol=0, atol=0)
+        with torch.inference_mode():
+            found = step.eval(BATCH)
+        assert torch.equal(found, step.eval(BATCH))
+        step(BATCH)
+
+
+def test_what_is_set_on_a_parameter_is_part_of_the_loss(tmp_path: Path) -> None:
+    def scaled(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        return square(model, batch) * getattr(model.weight, "scale", 1.0)
+
+    model, plain = linear(), linear()
+    options: dict[str, Any] = {"machine": MACHINE, "cache_dir": tmp_path}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gascompile.compile_step(model, scaled, optimizer, "64MiB", BATCH, **options) as step:
+        for scale in (1.0, 3.0, 5.0):
+            if scale > 1:
+                vars(plain.weight)["scale"] = vars(model.weight)["scale"] = scale
+            wanted = scaled(plain, BATCH)
+            gradients = torch.autograd.grad(wanted, [*plain.parameters()])
+            with torch.no_grad():
+                torch._foreach_add_([*plain.parameters()], gradients, alpha=-0.1)
+            torch.testing.assert_close(step(BATCH), wanted.detach())
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())
+
+
+def test_steps_from_several_threads_take_turns(step_of: Compiler) -> None:
+    model, plain = linear(), linear()
+    options: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "fused": True}
+    optimizer, plain_optimizer = (
+        torch.optim.SGD(m.parameters(), **options) for m in (model, plain)
+    )
+    with step_of(model, optimizer) as step, ThreadPoolExecutor(3) as pool:
+        found = [float(loss) for loss in pool.map(step, [BATCH] * 30)]
+    wanted = []
+    for _ in range(30):
+        plain_optimizer.zero_grad()
+        loss = square(plain, BATCH)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        plain_optimizer.step()
+        wanted.append(float(loss.detach()))
+    assert sorted(found) == sorted(wanted)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)

@@ -27,6 +27,7 @@ from gascompile.core import serial
 from gascompile.core.machine import without_host_sizes
 from gascompile.core.signature import signature_of
 from gascompile.core.sources import WeightSource
+from gascompile.core.tensor_attributes import attributes_of
 
 if TYPE_CHECKING:
     from gascompile.api.compile import Job
@@ -122,7 +123,7 @@ def _feed_model(hasher: ValueDigest, model: nn.Module) -> None:
                         tensor.stride() if tensor.layout is torch.strided else str(tensor.layout),
                         str(tensor.device.type),
                     )
-                    for key, value in sorted(vars(tensor).items()):
+                    for key, value in sorted(attributes_of(tensor).items()):
                         hasher.add("attribute of a tensor", key)
                         hasher.value(value, f"{here}.{key}")
         hasher.add("non-persistent", sorted(module._non_persistent_buffers_set))

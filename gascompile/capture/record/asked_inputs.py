@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.input_facts import FACTS, fact_of
+from gascompile.core.tensor_attributes import share_attributes
 
 _OBJECTS = ("grad", "grad_fn", "_base", "_version", "untyped_storage", "nn.Parameter")
 """Facts that are less than what is asked for."""
@@ -87,7 +88,7 @@ class AskedInputs:
                     made = vars(stand_in)[kind].get(key)
                     if real is None or made is None:
                         continue
-                    vars(made).update({k: v for k, v in vars(real).items() if k not in vars(made)})
+                    share_attributes(real, made)
                     if kind == "_parameters":
                         self._own[id(made)] = made, real, f"{path}.{key}" if path else key
 

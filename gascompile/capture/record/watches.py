@@ -42,6 +42,7 @@ from gascompile.capture.record.watched import (
     Watches,
     attribute_of,
 )
+from gascompile.core.tensor_attributes import attributes_of
 
 Code = tuple[types.CodeType, dict[str, Any]]
 
@@ -112,8 +113,12 @@ class _Walk:
         self.fields(module, name)
         for kind in sorted(_TENSORS):
             for key, tensor in vars(module)[kind].items():
-                if tensor is not None and vars(tensor):
-                    self.fields(tensor, f"{name}.{key}")
+                if tensor is None:
+                    continue
+                self.watches.space(vars(tensor), f"{name}.{key}")
+                for of in sorted(attributes_of(tensor)):
+                    if self._reads.has(of):
+                        self.item(vars(tensor), of, f"{name}.{key}.{of}")
 
     def finish(self) -> None:
         """Go on until nothing more is reached."""

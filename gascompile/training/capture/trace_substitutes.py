@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from gascompile.core.errors import CaptureError, UnsupportedOpError
+from gascompile.core.tensor_attributes import share_attributes
 from gascompile.training.capture.cached_casts import CachedCasts
 from gascompile.training.capture.constant_values import ConstantValues
 from gascompile.training.state.aliasing import Storages, ViewLayout, named_tensors, places
@@ -31,6 +32,7 @@ class TraceSubstitutes:
         """Take note of the model's tensors, as they are outside of a trace."""
         self._model, self._storages = model, storages
         self._canonical, tensors = named_tensors(model)
+        self._tensors = tensors
         self._names = {id(tensor): name for name, tensor in tensors.items()}
         self._names.update((id(view.tensor), name) for name, view in storages.views.items())
         self._owners = {
@@ -69,6 +71,10 @@ class TraceSubstitutes:
                     # One tensor under all its names, so that its gradients add up as they come, like eager's.
                     changed.append((held, leaf, held[leaf]))
                     held[leaf] = traced[first]
+            for name, first in self._canonical.items():
+                held, leaf = found[name]
+                if first in self._tensors:
+                    share_attributes(self._tensors[first], held[leaf])
             casts = CachedCasts(traced.values(), enabled=caches)
             with casts.active(), _Substitution(self, traced, outside, casts):
                 yield

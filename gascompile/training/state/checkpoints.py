@@ -20,6 +20,7 @@ import torch
 
 from gascompile.core import serial
 from gascompile.core.errors import CheckpointError, FormatError, StorageError, UnsupportedOpError
+from gascompile.core.files import open_lock, open_regular
 from gascompile.core.waiting import life
 from gascompile.runtime.transfer.copying import write_all
 from gascompile.training.optimizers.unplanned import KeptState, kept_tensors, kept_values
@@ -304,7 +305,7 @@ class CheckpointFolder:
         if self._lock >= 0:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        file = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        file = open_lock(self.folder / _LOCK)
         self._hold(file, fcntl.LOCK_EX)
         self._lock = file
         os.ftruncate(file, 0)
@@ -316,7 +317,7 @@ class CheckpointFolder:
         if self._lock >= 0 or not (self.folder / _LOCK).is_file():
             yield
             return
-        file = os.open(self.folder / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
+        file = open_regular(self.folder / _LOCK)
         self._hold(file, fcntl.LOCK_SH)
         try:
             yield
