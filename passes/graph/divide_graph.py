@@ -18,7 +18,7 @@ from gascompile.core.program import OP_NAME, add_node
 from gascompile.core.tiles import Tile, base_name, is_tile, parse_tile
 from gascompile.core.workload import OpSpec
 from gascompile.cost_models.formulas.gathers import gathered
-from gascompile.formats import ops as wire_ops
+from gascompile.formats import ops as format_ops
 
 
 def divide_graph(
@@ -58,16 +58,16 @@ def _replace_by_tiles(
     graph: fx.Graph, node: fx.Node, tiles: Sequence[Tile], bound: dict[fx.Node, str]
 ) -> None:
     x, weight, bias = (*node.args, None)[:3] if len(node.args) > 1 else (None, None, None)
-    is_linear = node.target in (torch.ops.aten.linear.default, wire_ops.LINEAR)
+    is_linear = node.target in (torch.ops.aten.linear.default, format_ops.LINEAR)
     if not is_linear or weight not in bound:
         raise PlanMismatchError(
             f"the plan divides op '{node.name}', which is no linear layer of a weight; plan again"
         )
     assert isinstance(weight, fx.Node)
     bias = node.kwargs.get("bias", bias)
-    is_wire = node.target is wire_ops.LINEAR
-    function = wire_ops.linear_tile if is_wire else moves.linear_tile
-    form = node.args[3:] if is_wire else ()
+    is_packed = node.target is format_ops.LINEAR
+    function = format_ops.linear_tile if is_packed else moves.linear_tile
+    form = node.args[3:] if is_packed else ()
     out: fx.Node | None = None
     for tile in tiles:
         part = _tile_placeholder(graph, weight, tile, bound)
