@@ -113,14 +113,16 @@ def _captured(
         try:
             names = inputs[1] if dynamic_shapes is not None else ()
             with recorder.around(), _tracing(), told, named_keywords(twin, names):
-                found = torch.export.export(
+                program = torch.export.export(
                     twin, inputs[0], dict(inputs[1]), dynamic_shapes=dynamic_shapes, strict=False
                 )
         except Exception as error:  # torch.export raises whatever the model's own code raises
             raise _capture_error(model, error) from error
-        _require_no_transforms(found.graph_module)
+        _require_no_transforms(program.graph_module)
         return EffectTrace(
-            found=(found, canonical, *inputs), graph_module=found.graph_module, recorder=recorder
+            captured=(program, canonical, *inputs),
+            graph_module=program.graph_module,
+            recorder=recorder,
         )
 
     trace = exported()
@@ -138,7 +140,7 @@ def _captured(
     require_as_told(steady.record.running.settings, type(model).__name__)
     if digest and torch.is_grad_enabled():
         steady = _without_gradients(steady, exported, digest, type(model).__name__)
-    captured = to_program(type(model).__name__, *trace.found)
+    captured = to_program(type(model).__name__, *trace.captured)
     return replace(captured, record=steady.record), steady
 
 

@@ -132,15 +132,15 @@ def _with_cuts(
     ops: Sequence[OpSpec], nodes: Mapping[str, torch.fx.Node], program: Program, facts: Facts
 ) -> tuple[OpSpec, ...]:
     """Return the ops with what they may be in parts along: layers, and pointwise ops of what may be in parts."""
-    found: list[OpSpec] = []
+    cut_ops: list[OpSpec] = []
     apart: set[str] = set()
     for op, known in zip(ops, facts.ops, strict=True):
         cuts = _cuts(nodes[op.name], op, program, facts) if op.splits else {}
         if not op.splits and apart.issuperset(op.reads):
             cuts = _pointwise_cuts(nodes[op.name], op, known.features)
         apart.update(op.writes if cuts else ())
-        found.append(replace(op, cuts=cuts))
-    return tuple(found)
+        cut_ops.append(replace(op, cuts=cuts))
+    return tuple(cut_ops)
 
 
 def _pointwise_cuts(node: torch.fx.Node, op: OpSpec, features: int) -> Mapping[str, int]:

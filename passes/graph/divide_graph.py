@@ -18,7 +18,7 @@ from gascompile.core.program import OP_NAME, add_node
 from gascompile.core.tiles import Tile, base_name, is_tile, parse_tile
 from gascompile.core.workload import OpSpec
 from gascompile.cost_models.formulas.gathers import gathered
-from gascompile.formats import ops as wire_ops
+from gascompile.formats import ops as format_ops
 
 
 def divide_graph(
@@ -41,8 +41,8 @@ def divide_graph(
         tile = parse_tile(op.name)
         if tile is not None:
             tiles.setdefault(tile.base, []).append(tile)
-        elif found := gathered(op):
-            gathers[op.name] = tuple(found)
+        elif row_reads := gathered(op):
+            gathers[op.name] = tuple(row_reads)
     parts = _Parts(graph, ops, bound)
     for node in list(graph.nodes):
         if node.op == "call_function" and node.name in parts.of:
@@ -58,16 +58,16 @@ def _replace_by_tiles(
     graph: fx.Graph, node: fx.Node, tiles: Sequence[Tile], bound: dict[fx.Node, str]
 ) -> None:
     x, weight, bias = (*node.args, None)[:3] if len(node.args) > 1 else (None, None, None)
-    is_linear = node.target in (torch.ops.aten.linear.default, wire_ops.LINEAR)
+    is_linear = node.target in (torch.ops.aten.linear.default, format_ops.LINEAR)
     if not is_linear or weight not in bound:
         raise PlanMismatchError(
             f"the plan divides op '{node.name}', which is no linear layer of a weight; plan again"
         )
     assert isinstance(weight, fx.Node)
     bias = node.kwargs.get("bias", bias)
-    is_wire = node.target is wire_ops.LINEAR
-    function = wire_ops.linear_tile if is_wire else moves.linear_tile
-    form = node.args[3:] if is_wire else ()
+    is_packed = node.target is format_ops.LINEAR
+    function = format_ops.linear_tile if is_packed else moves.linear_tile
+    form = node.args[3:] if is_packed else ()
     out: fx.Node | None = None
     for tile in tiles:
         part = _tile_placeholder(graph, weight, tile, bound)
@@ -117,11 +117,11 @@ class _Parts:
         for part in parts:
             given = self._linear(node, part) if is_linear else self._pointwise(node, part)
             with self._graph.inserting_before(node):
-                found = _call(self._graph, node, node.target, given, part)
-            found.kwargs = node.kwargs
+                call = _call(self._graph, node, node.target, given, part)
+            call.kwargs = node.kwargs
             if isinstance(value, torch.Tensor):
-                found.meta["val"] = value.new_empty((*value.shape[:-1], part.end - part.begin))
-            self._made[part.name] = found
+                call.meta["val"] = value.new_empty((*value.shape[:-1], part.end - part.begin))
+            self._made[part.name] = call
         joined = ([self._made[part.name] for part in in_order], -1)
         for join in self._joins.get(node.name, ()):
             if (join.begin, join.end) != (0, ends[-1]):
@@ -188,10 +188,10 @@ def _features(node: fx.Node, *, is_linear: bool) -> int | None:
     """Return the features of an op's result, as far as its graph says so."""
     weight = node.args[1] if is_linear and len(node.args) > 1 else None
     values = (weight.meta.get("val") if isinstance(weight, fx.Node) else None, node.meta.get("val"))
-    found = [
+    features = [
         v.shape[i] for i, v in zip((0, -1), values, strict=True) if isinstance(v, torch.Tensor)
     ]
-    return int(found[0]) if found else None
+    return int(features[0]) if features else None
 
 
 def _call(

@@ -140,13 +140,13 @@ class _Writer:
         for step in self._schedule.steps:
             for slot in step.trait.reads:
                 readers.setdefault(slot, []).append(step)
-        found: set[int] = set()
+        turned: set[int] = set()
         for step in self._schedule.steps:
             then = readers.get(step.result, [])
             is_pair = step.function is torch.t and len(then) == 1 and then[0].function is torch.t
-            if is_pair and step.result not in found and step.result not in self._schedule.outputs:
-                found.update((step.result, then[0].result))
-        return found & self._local
+            if is_pair and step.result not in turned and step.result not in self._schedule.outputs:
+                turned.update((step.result, then[0].result))
+        return turned & self._local
 
     def late(self) -> dict[tuple[Joined, tuple[str, ...]], list[RunStep]]:
         """Return the steps that run after all others, by what they share; nothing where one of them cannot."""

@@ -98,7 +98,7 @@ def _unsettled(
     rounds = Rounds(earlier)
     try:
         trace = exports(None, rounds)
-        alone, several, canonical = single.found[0], *trace.found[:2]
+        alone, several, canonical = single.captured[0], *trace.captured[:2]
         for exported in (alone, several):
             inline_wrappers(exported.graph_module)
             drop_no_ops(exported.graph_module.graph)

@@ -32,7 +32,7 @@ T = TypeVar("T")
 class EffectTrace(Generic[T]):
     """One capture."""
 
-    found: T
+    captured: T
     graph_module: fx.GraphModule
     """What must not differ."""
     recorder: Recorder

@@ -176,10 +176,10 @@ class Running:
             return None
         if name in OF_GRADIENTS and not self.inputs.knows(args[0]):
             self.settings[GRADIENTS] = False
-        found = self.inputs.answer(name, args[0])
+        answered = self.inputs.answer(name, args[0])
         if self.inputs.own_facts:
             self.asked["asks for more of parameters than their shapes"] = Ask.ELSEWHERE
-        return found
+        return answered
 
     def checks_instance(self, frame: types.FrameType) -> None:
         """Note that the model's code asks whether an input is a parameter."""

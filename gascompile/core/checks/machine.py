@@ -115,8 +115,8 @@ def _problems(machine: Machine) -> Iterator[tuple[str, str]]:
     if machine.contention is not None:
         yield from _bad_points(".contention", machine.contention.points)
         for name in ("start_s", "give_s", "give_s_per_byte", "wake_s"):
-            if not 0 <= (found := getattr(machine.contention, name)) < math.inf:
-                yield f".contention.{name}", f"it takes {found} seconds; give zero or more"
+            if not 0 <= (amount := getattr(machine.contention, name)) < math.inf:
+                yield f".contention.{name}", f"it takes {amount} seconds; give zero or more"
     yield from _bad_rates(machine)
     yield from _bad_energy(machine)
 

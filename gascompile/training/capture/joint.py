@@ -135,7 +135,7 @@ def capture_joint(
         with recorder.around(), numbered_norms(model) as norms:
             graph_module = _captured(wrapped, leaves)
         captured = _Traced(wrapped, norms)
-        return EffectTrace(found=captured, graph_module=graph_module, recorder=recorder)
+        return EffectTrace(captured=captured, graph_module=graph_module, recorder=recorder)
 
     num_known, asks, recorders = -1, False, list[Recorder]()
     while len(substitutes.outside) > num_known or asks:
@@ -153,7 +153,7 @@ def capture_joint(
     if not record.is_reproducible:
         trace = _without_effects(record, traced, recorders, type(model).__name__)
         record = trace.recorder.record()
-    wrapped, norms = trace.found.wrapped, trace.found.norms
+    wrapped, norms = trace.captured.wrapped, trace.captured.norms
     return _read(trace.graph_module, wrapped, storages.views, norms, record)
 
 
