@@ -18,7 +18,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial, update_wrapper
 from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from gascompile.core.errors import ForkedError
@@ -129,10 +129,10 @@ def in_turn(
 ) -> Callable[Concatenate[Taking, Given], Result]:
     """Have a method wait until no other thread is in one of its object's methods that take turns."""
 
-    @wraps(method)
     def taken(self: Taking, *args: Given.args, **kwargs: Given.kwargs) -> Result:
         return self._turn.take(partial(method, self, *args, **kwargs))
 
+    update_wrapper(taken, method)
     return taken
 
 

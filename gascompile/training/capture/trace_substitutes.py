@@ -72,7 +72,7 @@ class TraceSubstitutes:
                     changed.append((held, leaf, held[leaf]))
                     held[leaf] = traced[first]
             for name, first in self._canonical.items():
-                held, leaf = found[name]
+                held, leaf = place_of[name]
                 if first in self._tensors:
                     share_attributes(self._tensors[first], held[leaf])
             casts = CachedCasts(traced.values(), enabled=caches)
