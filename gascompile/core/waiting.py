@@ -129,7 +129,7 @@ def in_turn(
 ) -> Callable[Concatenate[Taking, Given], Result]:
     """Have a method wait until no other thread is in one of its object's methods that take turns."""
 
-    def taken(self: Taking, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+    def taken(self: Taking, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
         return self._turn.take(partial(method, self, *args, **kwargs))
 
     update_wrapper(taken, method)
