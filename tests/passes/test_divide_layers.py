@@ -165,7 +165,12 @@ def test_what_is_changed_in_place_or_viewed_is_joined_once() -> None:
     first, act, *rest = workload.ops
     view = OpSpec(name="view", time_s={"gpu": 0.0}, reads=("%a0",))
     change = OpSpec(name="add_", time_s={"gpu": 0.0}, reads=("%l0",), writes=("%l0",))
-    for between, apart in (((), {"l0"}), ((view,), {"l0"}), ((change,), set())):
+    cases: list[tuple[tuple[OpSpec, ...], set[str]]] = [
+        ((), {"l0"}),
+        ((view,), {"l0"}),
+        ((change,), set()),
+    ]
+    for between, apart in cases:
         ops = (first, *between, act, *rest) if change in between else (first, act, *between, *rest)
         names = {op.name for op in divide(replace(workload, ops=ops), where, division).ops}
         assert {name for name in ("l0", "l1") if name not in names} == apart | {"l1"}
