@@ -15,6 +15,6 @@ def test_results_are_eagers(tmp_path: Path) -> None:
     output = tmp_path / "result.json"
     assert small_calls.main(["--toy", "-o", str(output)]) == 0
     found = json.loads(output.read_text())
-    assert len(found["rows"]) == 3
+    assert len(found["rows"]) == 4
     assert all(row["equal"] for row in found["rows"].values())
     assert found["capture"]["equal"]
