@@ -133,7 +133,7 @@ def in_turn(
     """
 
     @wraps(method)
-    def taken(self: Taking, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+    def taken(self: Taking, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
         if is_own_thread():
             return method(self, *args, **kwargs)
         return self._turn.take(partial(method, self, *args, **kwargs))

@@ -208,7 +208,7 @@ def test_steps_from_several_threads_take_turns(step_of: Compiler) -> None:
     for _ in range(30):
         plain_optimizer.zero_grad()
         loss = square(plain, BATCH)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        loss.backward()
         plain_optimizer.step()
         wanted.append(float(loss.detach()))
     assert sorted(found) == sorted(wanted)
