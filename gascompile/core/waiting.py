@@ -127,9 +127,14 @@ class TakesTurns(Protocol):
 def in_turn(
     method: Callable[Concatenate[Taking, Given], Result],
 ) -> Callable[Concatenate[Taking, Given], Result]:
-    """Have a method wait until no other thread is in one of its object's methods that take turns."""
+    """Have a method wait until no other thread is in one of its object's methods that take turns.
+
+    Threads of ours work for who has the turn, and wait for nobody.
+    """
 
     def taken(self: Taking, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+        if is_own_thread():
+            return method(self, *args, **kwargs)
         return self._turn.take(partial(method, self, *args, **kwargs))
 
     update_wrapper(taken, method)

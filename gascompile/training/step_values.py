@@ -18,7 +18,7 @@ from gascompile.core.errors import (
     ClosedStepError,
     StorageError,
 )
-from gascompile.core.waiting import Turn, in_turn
+from gascompile.core.waiting import in_turn
 from gascompile.distributed.rows import RowSampler
 from gascompile.training.optimizers.unplanned import changed_by
 from gascompile.training.rank_step import RankStep
@@ -50,7 +50,7 @@ class StepValues:
         self._values, self._units, self._holdings = values, units, holdings
         self._write_bytes_per_s = math.inf
         """Of the drive, as the machine has it."""
-        self._turn = Turn()
+        self._turn = holdings.turn
 
     @property
     def _states(self) -> States | None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from gascompile.codegen.allocator_library import allocation_counter
 from gascompile.core.sizes import SPILL_BUFFER_BYTES
+from gascompile.core.waiting import Turn
 from gascompile.machines.resolve import profile_of
 from gascompile.machines.stale_profile import Grader
 from gascompile.passes.graph.insert import insert
@@ -60,6 +61,8 @@ class UnitMaker(StepPlanner):
     def __init__(self, job: StepJob) -> None:
         """Change nothing yet."""
         super().__init__(job)
+        self.turn = Turn()
+        """Of all that runs, reads or writes values."""
         self.before_access: Callable[[], None] = lambda: None
         """Called before a value is read or written from outside."""
         self.settle: Callable[[], object] = bool
@@ -162,6 +165,7 @@ class UnitMaker(StepPlanner):
                 changing=changing | rules.trained,
                 before_access=self.before_access,
                 settle=self.settle,
+                turn=self.turn,
                 total=self.ranks.total if self.ranks is not None else None,
             )
             OPEN.add(self._model)

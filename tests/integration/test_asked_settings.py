@@ -15,6 +15,8 @@ import gascompile
 from gascompile.core.errors import CaptureError
 from tests.training.runs import MACHINE
 
+_MKLDNN: Any = torch.backends.mkldnn
+"""Whose flags are descriptors to type checkers."""
 Asks = Callable[[Any, torch.Tensor], float]
 
 
@@ -69,8 +71,7 @@ def test_settings_that_the_code_asks_for_are_part_of_its_plan(tmp_path: Path) ->
 
 
 def test_what_another_answer_in_a_capture_would_decide_is_refused(tmp_path: Path) -> None:
-    mkldnn: Any = torch.backends.mkldnn
-    model = Scaled(lambda _m, _y: 2.0 if mkldnn.enabled else 3.0)
+    model = Scaled(lambda _m, _y: 2.0 if _MKLDNN.enabled else 3.0)
     with pytest.raises(CaptureError, match=r"mkldnn.enabled.* False within a capture and True"):
         gascompile.compile(model, "1MiB", (torch.randn(2, 4),), machine=MACHINE, cache_dir=tmp_path)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -211,3 +213,27 @@ def test_steps_from_several_threads_take_turns(step_of: Compiler) -> None:
         wanted.append(float(loss.detach()))
     assert sorted(found) == sorted(wanted)
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
+
+
+def test_who_reads_on_another_thread_waits_for_the_step(step_of: Compiler) -> None:
+    model, begun = linear(), threading.Event()
+    done: list[bool] = []
+
+    def reads() -> tuple[torch.Tensor, bool]:
+        begun.set()
+        return model.weight.detach().clone(), bool(done)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with step_of(model, optimizer) as step, ThreadPoolExecutor(1) as pool:
+        step(BATCH)
+
+        def within() -> Future[tuple[torch.Tensor, bool]]:
+            reading = pool.submit(reads)
+            begun.wait()
+            time.sleep(0.05)  # in which one that does not wait is over
+            step(BATCH)
+            done.append(True)
+            return reading
+
+        value, was_done = step._turn.take(within).result()
+        assert was_done and torch.equal(value, step.state_dict()["model"]["weight"])

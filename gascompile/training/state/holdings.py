@@ -47,6 +47,7 @@ class Holdings:
         self._unsaved: StorageError | None = None
         """What a save behind steps has failed with, where nobody has been told."""
         maker.before_access = self.settled
+        self.turn = maker.turn
         self.leave: Callable[[], None] = lambda: None
         """Leaves the other ranks, which take no part in what nobody asked for."""
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from gascompile.core.errors import CheckpointError, OpenStepError
+from gascompile.core.waiting import Turn, in_turn
 from gascompile.runtime.memory.persistent import Persistent
 from gascompile.runtime.memory.source_slots import SourceSlots
 from gascompile.training.optimizers.optimizers import Rules
@@ -58,6 +59,7 @@ class States(NamedValues):
         changing: Collection[str] = (),
         before_access: Callable[[], None] = lambda: None,
         settle: Callable[[], object] = bool,
+        turn: Turn | None = None,
         total: Total | None = None,
     ) -> None:
         """Take over what is in the model and in the optimizer.
@@ -72,6 +74,7 @@ class States(NamedValues):
             changing: names of tensors that steps change; values of others stay in their files.
             before_access: called before somebody who holds a tensor of the model reads or writes it.
             settle: blocks while values go back into the model, whose asker was interrupted.
+            turn: of the step, which its readers on other threads take, too.
             total: adds a tensor up over the ranks among which moments are divided.
 
         Raises:
@@ -110,7 +113,7 @@ class States(NamedValues):
         views = {name: view.tensor for name, view in storages.views.items()}
         for tensor in (*self.tensors.values(), *views.values()):
             tensor.data = torch.empty(0, dtype=tensor.dtype)
-        self._before_access = before_access
+        self._before_access, self._turn = before_access, turn or Turn()
         self.covers = Covers(
             model,
             {**self.tensors, **views},
@@ -141,6 +144,7 @@ class States(NamedValues):
             self.persistent.close()
             raise
 
+    @in_turn
     def _read(self, name: str) -> torch.Tensor:
         if name in self.divided or name in self.spread:
             raise OpenStepError(
@@ -150,6 +154,7 @@ class States(NamedValues):
         self._before_access()
         return self.value(name)
 
+    @in_turn
     def _written(self, name: str, value: torch.Tensor) -> None:
         self._before_access()
         self.generation += 1
@@ -179,10 +184,12 @@ class States(NamedValues):
         state = {**kept, **{i: entry for _, i, entry in self.entries()}}
         return {**optimizer_state, "state": dict(sorted(state.items()))}
 
+    @in_turn
     def _saved(self, optimizer_state: dict[str, Any]) -> dict[str, Any]:
         self._before_access()
         return self._with_moments(optimizer_state)
 
+    @in_turn
     def _loaded(self, optimizer_state: dict[str, Any]) -> dict[str, Any]:
         """Take the moments of an optimizer's state over, and return the rest."""
         self._before_access()
