@@ -113,7 +113,7 @@ class Executor:
         self._has_residents = False
         """Whether all resident weights are there, for which no step waits any more."""
         self.last_run: RunReport | None = None
-        self._written_out = WrittenOut(self._lasting)
+        self._written_out = WrittenOut()
         self._lane: Lane | None = None
         """Of the latest run, where ops run on several sites."""
 
@@ -262,7 +262,7 @@ class Executor:
                 end.wait()
             time_s = time.perf_counter() - start_s
             if schedule is self._schedule and self._graphs is None:
-                self._written_out.ran(schedule, time_s)
+                self._written_out.ran(schedule, time_s, self._lasting)
             report = self._report(time_s, live_bytes, is_counted=count is not None)
             if (joules := self._energy.taken_j(before_j, time_s)) is not None:
                 report = replace(report, energy=Energy(joules=joules, source=self._energy.source))

@@ -52,9 +52,8 @@ class Straight:
 class WrittenOut:
     """The schedule that runs again and again, as a function once that pays."""
 
-    def __init__(self, lasting: Callable[[], frozenset[int]] = frozenset) -> None:
-        """Know none yet; ``lasting`` returns the ``id`` of constants whose storages stay what they are."""
-        self._lasting = lasting
+    def __init__(self) -> None:
+        """Know none yet."""
         self._latest: RunSchedule | None = None
         self._num_runs = 0
         self._found: Straight | None = None
@@ -63,15 +62,21 @@ class WrittenOut:
         """Return what to run in the place of the steps of a schedule, if that is there."""
         return self._found if schedule is self._latest else None
 
-    def ran(self, schedule: RunSchedule, time_s: float) -> None:
-        """Take note of a run; a schedule without meters that runs often, each step in little time, is written out."""
+    def ran(
+        self, schedule: RunSchedule, time_s: float, lasting: Callable[[], frozenset[int]]
+    ) -> None:
+        """Take note of a run; a schedule without meters that runs often, each step in little time, is written out.
+
+        ``lasting`` returns the ``id`` of constants whose storages stay what they are. It is not kept: who runs this
+        goes with its last user, and what lies on a device with it.
+        """
         if schedule is not self._latest:
             self._latest, self._num_runs, self._found = schedule, 0, None
         self._num_runs += 1
         is_wanted = self._num_runs == _RUNS_BEFORE and not schedule.site
         is_wanted = is_wanted and time_s < _SHORT_STEP_S * len(schedule.steps)
         if is_wanted and all(step.meter is None for step in schedule.steps):
-            self._found = written_out(schedule, self._lasting())
+            self._found = written_out(schedule, lasting())
 
     def clear(self) -> None:
         """Let go of what schedules hold."""
