@@ -151,7 +151,8 @@ def capture(folder: Path, *, toy: bool) -> dict[str, Any]:
         return {
             "export_s": export_s,
             "compile_s": compile_s,
-            "equal": torch.equal(compiled(**given)[0], wanted),
+            # [Empirical] On an EPYC, bits of a product of one row depend on where its operands lie, in eager as well.
+            "equal": torch.allclose(compiled(**given)[0], wanted, rtol=1e-5, atol=1e-5),
         }
     finally:
         compiled.close()
