@@ -85,13 +85,12 @@ def _memory(fault: Fault | None, cuda: Any) -> Finding:
             detail=f"the GPU does not answer: {error}",
             remedy="look at it with nvidia-smi; restart what hangs, or the driver",
         )
-    others_bytes = max(memory.total_bytes - memory.free_bytes - memory.own_bytes, 0)
     little = memory.free_bytes < _LITTLE_SHARE * memory.total_bytes
     return Finding(
         name=name,
         status=Status.WARN if little else Status.OK,
         detail=f"{format_size(memory.free_bytes)} of {format_size(memory.total_bytes)}; contexts, libraries and "
-        f"other processes hold {format_size(others_bytes)}",
+        f"other processes hold {format_size(memory.others_bytes)}",
         remedy="stop what nvidia-smi lists; without a budget, plans count on what is free"
         if little
         else "",

@@ -156,7 +156,6 @@ def with_free_memory(machine: Machine, *, cuda: Any = torch.cuda) -> Machine:
     usable_bytes = (memory.free_bytes + memory.own_bytes) // _STEP_BYTES * _STEP_BYTES
     if usable_bytes >= tier.size_bytes:
         return machine
-    taken_bytes = max(memory.total_bytes - memory.free_bytes - memory.own_bytes, 0)
-    note = f"{format_size(taken_bytes)} held by contexts, libraries and other processes"
+    note = f"{format_size(memory.others_bytes)} held by contexts, libraries and other processes"
     now = replace(tier, size_bytes=usable_bytes, source=f"{tier.source}; {note}")
     return machine.with_place(now)

@@ -7,13 +7,15 @@ from collections.abc import Sequence
 
 import torch
 
+from gascompile.runtime.memory.storages import bytes_of
+
 
 def memory_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the memory of tensors as bytes, once where several share it."""
     memory_at = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        memory_at[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(storage)
+        memory_at[storage.data_ptr()] = bytes_of(storage)
     return [memory for memory in memory_at.values() if memory.numel()]
 
 

@@ -278,12 +278,10 @@ class CudaDevice:
     def out_of_memory(self, what: str, error: BaseException) -> DeviceError:
         """Return what to raise where torch could not allocate ``what``."""
         memory = device_memory(cuda=self._cuda)
-        used_bytes = memory.total_bytes - memory.free_bytes
-        others_bytes = max(used_bytes - memory.own_bytes, 0)
         return DeviceError(
             f"{self.torch_device} has no room for {what}: of {format_size(memory.total_bytes)} torch holds "
             f"{format_size(memory.own_bytes)} in this process, other processes, contexts and libraries "
-            f"{format_size(others_bytes)}, {format_size(memory.free_bytes)} are free ({error}). Stop what "
+            f"{format_size(memory.others_bytes)}, {format_size(memory.free_bytes)} are free ({error}). Stop what "
             "nvidia-smi lists, or pass a smaller budget",
             cause=DEVICE_MEMORY,
         )

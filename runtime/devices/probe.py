@@ -80,6 +80,11 @@ class DeviceMemory:
     own_bytes: int = 0
     """Held by torch in this process."""
 
+    @property
+    def others_bytes(self) -> int:
+        """Held by other processes, and by contexts and libraries of this one."""
+        return max(self.total_bytes - self.free_bytes - self.own_bytes, 0)
+
 
 def look(
     *,
@@ -224,13 +229,11 @@ def require_memory(memory: DeviceMemory, needed_bytes: int, *, device: str) -> N
     """Return if ``needed_bytes`` of the device are free; raises ``DeviceError`` that says who has the rest."""
     if needed_bytes <= memory.free_bytes:
         return
-    used_bytes = memory.total_bytes - memory.free_bytes
-    others_bytes = max(used_bytes - memory.own_bytes, 0)
     raise DeviceError(
         f"the plan needs {format_size(needed_bytes)} of {device}, of whose {format_size(memory.total_bytes)} only "
         f"{format_size(memory.free_bytes)} are free: torch holds {format_size(memory.own_bytes)} in this process, "
-        f"other processes, contexts and libraries hold {format_size(others_bytes)}. Stop what nvidia-smi lists, or "
-        f"pass a budget of {memory.free_bytes} bytes or less",
+        f"other processes, contexts and libraries hold {format_size(memory.others_bytes)}. Stop what "
+        f"nvidia-smi lists, or pass a budget of {memory.free_bytes} bytes or less",
         cause=DEVICE_MEMORY,
     )
 

@@ -18,6 +18,7 @@ from gascompile.runtime.memory.host_slots import HOST_BYTES, HostSlots
 from gascompile.runtime.memory.pinned import HOST
 from gascompile.runtime.memory.source_slots import Pieces
 from gascompile.runtime.memory.staged_moves import StagedMove, StagedMoves
+from gascompile.runtime.memory.storages import bytes_of
 from gascompile.runtime.protocols import Device, Event, Reader, read_at
 from gascompile.runtime.transfer.page_ring import LaneMoves
 
@@ -102,7 +103,7 @@ class DeviceMoves:
         """
         while self._flying and self._flying[0].is_over:
             self._flying.popleft()
-        content = bytes_of(storage, self.device.torch_device)
+        content = bytes_of(storage)
         spans = [(begin, min(end, content.nbytes)) for begin, end in parts or ()]
         move: HostMove | StagedMove
         if spans and self.place(link, writes=writes) != HOST:
@@ -153,8 +154,3 @@ class DeviceMoves:
         self._flying.clear()
         self.host.close()
         self.device.close()
-
-
-def bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
-    """Return a storage as bytes."""
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

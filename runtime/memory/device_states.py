@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from gascompile.core.strides import distinct
+from gascompile.runtime.memory.storages import bytes_of, over
 
 
 class Keeper(Protocol):
@@ -114,13 +115,12 @@ def _copies(device: Keeper, held: Mapping[str, torch.Tensor]) -> dict[str, torch
         if low == high:
             made |= {name: device.keep(held[name].detach()) for name in names}
             continue
-        whole = torch.empty(0, dtype=torch.uint8).set_(held[names[0]].detach().untyped_storage())
+        whole = bytes_of(held[names[0]].detach().untyped_storage())
         kept = device.keep(whole[low:high])
         for name in names:
             tensor = held[name]
-            offset = tensor.storage_offset() - low // tensor.element_size()
-            view = torch.empty(0, dtype=tensor.dtype, device=kept.device)
-            made[name] = view.set_(kept.untyped_storage(), offset, tensor.shape, tensor.stride())
+            offset = int(tensor.storage_offset()) - low // tensor.element_size()
+            made[name] = over(kept.untyped_storage(), tensor, offset)
     return made
 
 

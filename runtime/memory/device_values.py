@@ -15,16 +15,15 @@ import torch
 
 from gascompile.core.errors import StorageError
 from gascompile.core.parts import Span, in_pages
-from gascompile.runtime.memory.device_moves import DeviceMoves, bytes_of
+from gascompile.runtime.memory.device_moves import DeviceMoves
 from gascompile.runtime.memory.host_slots import Outside
 from gascompile.runtime.memory.pages import Pages
 from gascompile.runtime.memory.persistent import Persistent
 from gascompile.runtime.memory.pinned import HOST
 from gascompile.runtime.memory.source_slots import SourceSlots
+from gascompile.runtime.memory.storages import bytes_of, over, without_memory
 from gascompile.runtime.protocols import Event, Ticket
 from gascompile.runtime.transfer.copying import write_all
-
-_CPU = torch.device("cpu")
 
 
 class DeviceValues(Persistent):
@@ -64,7 +63,7 @@ class DeviceValues(Persistent):
         """Whether the last write of each went to the host."""
         self._given: dict[str, torch.Tensor] = {}
         device = moves.device.torch_device
-        twins = {name: _twin(tensor, device) for name, tensor in tensors.items()}
+        twins = {name: without_memory(tensor, device) for name, tensor in tensors.items()}
         super().__init__(
             twins,
             zeros,
@@ -209,13 +208,11 @@ class DeviceValues(Persistent):
 
     def _blank(self, name: str) -> torch.Tensor:
         """Return a tensor of the host with a tensor's layout and memory for its value."""
-        tensor, storage = self.tensors[name], torch.UntypedStorage(self.sizes[name])
-        blank = torch.empty(0, dtype=tensor.dtype)
-        return blank.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return over(torch.UntypedStorage(self.sizes[name]), self.tensors[name])
 
     def outline(self, name: str) -> torch.Tensor:
         tensor = self.tensors[name]
-        return tensor if tensor.is_cpu else _twin(tensor, _CPU)
+        return tensor if tensor.is_cpu else without_memory(tensor)
 
     def taken(self, name: str) -> torch.Tensor:
         if name not in self._given:
@@ -228,7 +225,7 @@ class DeviceValues(Persistent):
         value = self.value(name) if known else self._blank(name)
         writer(value)
         self.num_changes += 1
-        source = bytes_of(value.untyped_storage(), _CPU)
+        source = bytes_of(value.untyped_storage())
         if name in self._sources and self._sources.holds(name, source.numpy().data):
             return
         self.changed((name,))
@@ -245,7 +242,7 @@ class DeviceValues(Persistent):
         if not super().copy_to(name, target, offset):
             storage = _apart(self.sizes[name])
             self._fetch(name, storage)
-            write_all(target, bytes_of(storage, _CPU).numpy().data, offset)
+            write_all(target, bytes_of(storage).numpy().data, offset)
         return True
 
     def recover(self) -> None:
@@ -276,11 +273,11 @@ class DeviceValues(Persistent):
             raise StorageError(f"'{name}' would lose its value: it was not written before it left")
 
     def _content(self, name: str) -> torch.Tensor:
-        return bytes_of(self.tensors[name].untyped_storage(), self._moves.device.torch_device)
+        return bytes_of(self.tensors[name].untyped_storage())
 
     def _fetch(self, name: str, storage: torch.UntypedStorage) -> None:
         """Fill a storage of the host with a value, wherever that is."""
-        target = bytes_of(storage, _CPU)
+        target = bytes_of(storage)
         with self._reading(name):
             self._fetch_from(name, storage, target)
 
@@ -300,7 +297,7 @@ class DeviceValues(Persistent):
             return self._moves.host.bytes(name, self.sizes[name])
         storage = _apart(self.sizes[name])
         self._spill.read(name, storage).wait()
-        return bytes_of(storage, _CPU)
+        return bytes_of(storage)
 
     def _to_host(self, name: str) -> None:
         in_memory = name not in self._away
@@ -323,16 +320,6 @@ class DeviceValues(Persistent):
         self._content(name).copy_(source)
         # Last: who is interrupted before brings it again.
         self._away.discard(name)
-
-
-def _twin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor of the same layout on a device, without memory."""
-    source = tensor.untyped_storage()
-    storage = torch.UntypedStorage(source.nbytes(), device=device)
-    twin = torch.empty(0, dtype=tensor.dtype, device=device)
-    twin.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-    storage.resize_(0)
-    return twin
 
 
 def _apart(size_bytes: int) -> torch.UntypedStorage:

@@ -19,7 +19,8 @@ from gascompile.runtime.memory.device_moves import DeviceMoves
 from gascompile.runtime.memory.host_slots import Outside
 from gascompile.runtime.memory.pages import Pages
 from gascompile.runtime.memory.source_slots import SourceSlots
-from gascompile.runtime.memory.spill import Spill, bytes_of
+from gascompile.runtime.memory.spill import Spill, memoryview_of
+from gascompile.runtime.memory.storages import over
 from gascompile.runtime.protocols import Event, Ticket
 
 
@@ -263,8 +264,7 @@ class Persistent:
                 return tensor.detach().clone()
             storage = torch.UntypedStorage(self.sizes[name])
             self._spill.read(name, storage).wait()
-        copy = torch.empty(0, dtype=tensor.dtype)
-        return copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return over(storage, tensor)
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[None]:
@@ -317,7 +317,7 @@ class Persistent:
             self._forget_slots((name,))
             self._away.discard(name)
         if name in self._sources:
-            if self._sources.holds(name, bytes_of(tensor.untyped_storage())):
+            if self._sources.holds(name, memoryview_of(tensor.untyped_storage())):
                 self._valid.add(name)
             else:
                 self.changed((name,))

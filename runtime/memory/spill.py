@@ -306,7 +306,7 @@ class _Buffered:
     def write(self, move: _Move, buffer: memoryview) -> None:
         """Copy a storage to its slot."""
         ((_, slot, _),) = move.pieces
-        source = bytes_of(move.storage)
+        source = memoryview_of(move.storage)
         for begin in range(0, len(source), len(buffer)):
             part = source[begin : begin + len(buffer)]
             buffer[: len(part)] = part
@@ -314,7 +314,7 @@ class _Buffered:
 
     def read(self, move: _Move, buffer: memoryview) -> None:
         """Fill a storage from its slot."""
-        target = bytes_of(move.storage)
+        target = memoryview_of(move.storage)
         for file, begin, size_bytes in move.pieces:
             at, end = begin, begin + size_bytes
             while at < end:
@@ -349,7 +349,7 @@ def _serve(
         move.gate.open()
 
 
-def bytes_of(storage: torch.UntypedStorage | None) -> memoryview:
+def memoryview_of(storage: torch.UntypedStorage | None) -> memoryview:
     """Return a storage's memory, which it does not keep alive."""
     assert storage is not None, "a move is served once"
     memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())

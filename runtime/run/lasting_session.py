@@ -41,6 +41,7 @@ from gascompile.runtime.memory.pinned import HOST
 from gascompile.runtime.memory.run_memory import RunMemory
 from gascompile.runtime.memory.source_slots import SourceSlots
 from gascompile.runtime.memory.spill import Spill
+from gascompile.runtime.memory.storages import without_memory
 from gascompile.runtime.run.session import Session
 
 Result = TypeVar("Result")
@@ -225,7 +226,7 @@ def _store(
     if moves is not None:
         return DeviceValues(outlines, {}, folder, moves, pages, unread=unread, sources=sources)
     return Persistent(
-        {name: _without_memory(like) for name, like in outlines.items()},
+        {name: without_memory(like) for name, like in outlines.items()},
         {},
         folder,
         buffers,
@@ -234,12 +235,3 @@ def _store(
         sources=sources,
         sizes=sizes,
     )
-
-
-def _without_memory(like: torch.Tensor) -> torch.Tensor:
-    storage = torch.UntypedStorage(0)
-    empty = torch.empty(0, dtype=like.dtype)
-    storage.resize_(like.untyped_storage().nbytes())
-    empty.set_(storage, like.storage_offset(), like.shape, like.stride())
-    storage.resize_(0)
-    return empty

@@ -22,9 +22,10 @@ from gascompile.core.op_sites import OpSites
 from gascompile.core.plan import Plan
 from gascompile.core.steps import Offload, Reload
 from gascompile.core.waiting import Gate
-from gascompile.runtime.memory.device_moves import HostMove, bytes_of
+from gascompile.runtime.memory.device_moves import HostMove
 from gascompile.runtime.memory.host_slots import area_bytes
 from gascompile.runtime.memory.pinned import crossing_slots
+from gascompile.runtime.memory.storages import bytes_of
 from gascompile.runtime.protocols import CopyStream, Event, Instant, Ticket
 from gascompile.runtime.stores import HostStore
 
@@ -78,7 +79,7 @@ class Crossing:
     def give(self, value: torch.Tensor, slot: torch.Tensor, mark: Event | None) -> None:
         """Hand over a value: of the device, which must stay as it is until ``given_up``, or of the host."""
         self._layout = (value.dtype, value.storage_offset(), value.size(), value.stride())
-        source = bytes_of(value.untyped_storage(), value.device)
+        source = bytes_of(value.untyped_storage())
         if source.nbytes > slot.nbytes:
             self.failure = PlanMismatchError(
                 f"'{self.what}' has {source.nbytes} bytes, planned were {slot.nbytes}; plan for the larger input"

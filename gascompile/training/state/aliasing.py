@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from gascompile.core.errors import CaptureError, UnsupportedOpError
+from gascompile.runtime.memory.storages import without_memory
 from gascompile.training.state.open_tensors import behind
 
 
@@ -50,9 +51,9 @@ class ViewLayout:
 
     def without_memory(self, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor that has this shape alone."""
-        tensor = torch.empty_strided(self.size, self.stride, dtype=dtype)
-        tensor.untyped_storage().resize_(0)
-        return tensor
+        return without_memory(
+            torch.empty_strided(self.size, self.stride, dtype=dtype, device="meta")
+        )
 
 
 @dataclass(frozen=True, slots=True)

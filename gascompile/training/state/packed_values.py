@@ -15,6 +15,7 @@ from gascompile.core.errors import CheckpointError, UnsupportedOpError
 from gascompile.core.sources import WeightSource
 from gascompile.formats.layout import group_of, is_read_packed
 from gascompile.formats.ops import FormSpec, decoded, transfer_matrix
+from gascompile.runtime.memory.storages import without_memory
 from gascompile.training.capture.unbacked_tensors import untouched
 
 
@@ -51,9 +52,7 @@ class PackedValue:
 
     def without_memory(self) -> torch.Tensor:
         """Return a tensor of the host that has the layout of the values, and no memory for them."""
-        tensor = torch.empty(self.shape, dtype=self.dtype)
-        tensor.untyped_storage().resize_(0)
-        return tensor
+        return without_memory(self.like())
 
     def values(self, kept: torch.Tensor) -> torch.Tensor:
         """Return the values of the bytes of files."""
