@@ -57,7 +57,6 @@ def interval_program(
     plan: RunLayout,
     recomputable: Mapping[int, int],
     *,
-    away_bytes: int,
     num_slots: int,
     time_limit_s: float,
     max_pivots: int | None = None,
@@ -67,7 +66,6 @@ def interval_program(
     Args:
         plan: a layout without recomputations.
         recomputable: op per interval that may be bridged by running that op again.
-        away_bytes: bytes of tensors that no run accesses and that are elsewhere all the time.
         num_slots: about how many long runs get a slot of their own.
         time_limit_s: wall seconds.
         max_pivots: iterations that the solver may take.
@@ -75,7 +73,7 @@ def interval_program(
     Raises:
         SolverError: the solver ended in a state that is not understood.
     """
-    model = _build(plan, recomputable, away_bytes, num_slots)
+    model = _build(plan, recomputable, num_slots)
     solution = model.program.solve(time_limit_s=time_limit_s, relaxed=True, max_pivots=max_pivots)
     bound_s = (solution.bound - model.preferred) * model.unit_s
     if bound_s > 0 and bound_s < INFINITY:
@@ -114,14 +112,12 @@ def _prices_s(model: Model, duals: tuple[float, ...]) -> Mapping[int, float]:
     return prices_s
 
 
-def _build(
-    plan: RunLayout, recomputable: Mapping[int, int], away_bytes: int, num_slots: int
-) -> Model:
+def _build(plan: RunLayout, recomputable: Mapping[int, int], num_slots: int) -> Model:
     model = interval_columns(plan, recomputable, num_slots)
     interval_recompute_columns(model, recomputable)
     for route in range(len(plan.task.routes)):
         _add_flows(model, route)
-    _add_memory(model, away_bytes)
+    _add_memory(model)
     _add_times(model)
     return model
 
@@ -163,9 +159,11 @@ def _add_flows(model: Model, route: int) -> None:
         program.highs[waiting[-1]] = program.highs[early[-1]] = 0.0
 
 
-def _add_memory(model: Model, away_bytes: int) -> None:
+def _add_memory(model: Model) -> None:
     """Add the rows of memory, with running sums of what is open at each of them."""
     plan, program = model.plan, model.program
+    # What no run accesses is elsewhere all the time.
+    away_bytes = sum(plan.task.sizes[i.tensor] for i in plan.intervals if i.unused)
     limit = (plan.task.limit_bytes + away_bytes) / model.unit_bytes
     changes: list[list[tuple[int, float]]] = [[] for _ in range(len(model.rows) + 1)]
     recomputed: list[list[tuple[int, float]]] = [[] for _ in range(len(model.rows) + 1)]

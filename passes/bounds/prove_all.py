@@ -76,12 +76,10 @@ def prove_all(
 def relaxed_bound_s(task: IntervalProblem, time_limit_s: float) -> float:
     """Return the optimum of the linear relaxation of all moves; 0 where the clock or the solver ends it."""
     base = layout(task)
-    away = sum(task.sizes[i.tensor] for i in base.intervals if i.unused)
     try:
         relaxation = interval_program(
             base,
             recompute_ops(base),
-            away_bytes=away,
             num_slots=BOUND_SLOTS,
             time_limit_s=time_limit_s,
             max_pivots=_MOST_PIVOTS,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from gascompile.core.budget import Budget
-from gascompile.core.errors import InfeasiblePlanError, SolverError
+from gascompile.core.errors import InfeasiblePlanError
 from gascompile.core.machine import Machine, PlaceKind
 from gascompile.core.plan import Plan
 from gascompile.core.sizes import GIB, PAGE_BYTES, align_up
@@ -19,7 +19,7 @@ from gascompile.core.workload import TensorKind
 from gascompile.passes.bounds.shadow_prices import Solution
 from gascompile.passes.model.problem import Problem, problem
 from gascompile.passes.plan.make_plan import make_plan
-from gascompile.passes.search.place import place
+from gascompile.passes.search.place import relaxed_place
 
 _HELPS = 0.01
 """Share of an iteration that a budget has to save to count as a help."""
@@ -219,17 +219,8 @@ class _Search:
         )
         if self._move_all or not task.links or task.arena_limit_bytes < 0:
             return None
-        try:
-            solution = place(
-                task,
-                task.arena_limit_bytes,
-                time_limit_s=self._time_limit_s,
-                mip_gap=0.0,
-                relaxed=True,
-            )
-        except SolverError:
-            return None
-        return None if solution.timed_out else solution
+        solution = relaxed_place(task, self._time_limit_s)
+        return None if solution is None or solution.timed_out else solution
 
     def task(self) -> Problem:
         """Return the unchanged planning problem."""

@@ -6,14 +6,13 @@ bandwidth and of the drive, which transfers that are waited for then lack.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping
 
 from gascompile.passes.intervals.recompute import IntervalRecompute
 from gascompile.passes.intervals.search import FEW_TENSORS, ScheduledSelection, Search
 from gascompile.passes.intervals.seeds import RECOMPUTE_RATIOS, cheap
-from gascompile.passes.intervals.selection import Selection
-from gascompile.passes.model.interval_layout import RunLayout, layout
+from gascompile.passes.intervals.strategies import furthest_use
+from gascompile.passes.model.interval_layout import layout
 
 _SLOWER = 2e-3
 """Share of the seconds that a plan with fewer moves may take longer: a fifth of the default gap."""
@@ -47,7 +46,7 @@ def fewer_moves(search: Search, recomputes: Mapping[int, IntervalRecompute]) -> 
         if float(plan.clock[-1]) > most_s:
             continue
         for penalty in _PENALTIES:
-            selection = fewest_moves(plan, penalty)
+            selection = furthest_use(plan, penalty)
             for lead_s in dict.fromkeys((None, best.lead_s)):
                 candidate = search.consider("fewest_moves", selection, lead_s=lead_s, rounds=1)
                 if candidate is None:
@@ -57,44 +56,3 @@ def fewer_moves(search: Search, recomputes: Mapping[int, IntervalRecompute]) -> 
                 if moved < least and candidate.seconds <= best.seconds + longer_s:
                     lean, least = candidate, moved
     return lean
-
-
-def fewest_moves(plan: RunLayout, penalty: float) -> Selection:
-    """At each run that does not fit, send away what is used last from there on, as Belady would.
-
-    Args:
-        plan: the runs and their intervals.
-        penalty: what has to be written out counts as used so many times sooner.
-    """
-    selection = Selection(plan)
-    selection.evict_unused()
-    begun: list[list[int]] = [[] for _ in range(plan.num_runs + 1)]
-    for j, interval in enumerate(plan.intervals):
-        for start, end in plan.spans(interval):
-            if start < end:
-                begun[start].append(j)
-    waiting: tuple[list[tuple[int, int]], ...] = ([], [])
-    for run in range(plan.num_runs):
-        for j in begun[run]:
-            heapq.heappush(waiting[_is_dirty(plan, j)], (-_next_use(plan, j, run), -j))
-        while int(selection.memory[run]) > plan.task.limit_bytes:
-            clean, dirty = (-heap[0][0] - run if heap else 0 for heap in waiting)
-            if max(clean, dirty) <= 0:
-                break
-            heap = waiting[clean * penalty < dirty]
-            selection.add(-heapq.heappop(heap)[1])
-    longest = sorted(range(len(plan.intervals)), key=lambda j: -plan.idle_s[j])
-    selection.fill((j, None) for j in longest)
-    return selection
-
-
-def _next_use(plan: RunLayout, j: int, run: int) -> int:
-    """Return the run that needs an interval's tensor next, counted on into the next iteration."""
-    interval = plan.intervals[j]
-    return interval.end + (plan.num_runs if interval.wraps and run > interval.start else 0)
-
-
-def _is_dirty(plan: RunLayout, j: int) -> bool:
-    """Return whether a tensor has to be written out before it leaves."""
-    tensor = plan.intervals[j].tensor
-    return not plan.task.persistent[tensor] or plan.task.written[tensor]

@@ -359,11 +359,9 @@ def _rounded(
 def _relaxed(
     search: Search, plan: RunLayout, recomputable: Mapping[int, int], num_slots: int
 ) -> Relaxation:
-    away = sum(plan.task.sizes[i.tensor] for i in plan.intervals if i.unused)
     relaxation = interval_program(
         plan,
         recomputable,
-        away_bytes=away,
         num_slots=num_slots,
         time_limit_s=search.left_s,
         max_pivots=search.pivots_left,

@@ -12,7 +12,10 @@ import numpy as np
 
 from gascompile.passes.intervals.selection import Selection
 from gascompile.passes.model.interval_layout import RunLayout
+from gascompile.passes.search.strategies import evenly
 
+_FRACTIONS = 20
+"""Of all bytes that are tried as sent away, stretch by stretch. Chosen, not measured."""
 _STRETCHES = 400
 """Into how many parts an iteration is cut to see when a link has time."""
 
@@ -46,24 +49,30 @@ def first_fit(plan: RunLayout) -> Selection:
     return selection
 
 
-def furthest_use(plan: RunLayout) -> Selection:
-    """At each run that does not fit, send away what is used last from there on, as Belady would."""
+def furthest_use(plan: RunLayout, dirty_penalty: float | None = None) -> Selection:
+    """At each run that does not fit, send away what is used last from there on, as Belady would.
+
+    Args:
+        plan: the runs and their intervals.
+        dirty_penalty: what has to be written out counts as used so many times sooner; ``None``: as all else does.
+    """
     selection = _without_unused(plan)
-    begun: list[list[tuple[int, int]]] = [[] for _ in range(plan.num_runs + 1)]
+    begun: list[list[int]] = [[] for _ in range(plan.num_runs + 1)]
     for j, interval in enumerate(plan.intervals):
         for start, end in plan.spans(interval):
             if start < end:
-                ahead = interval.end + (plan.num_runs if end != interval.end else 0)
-                begun[start].append((-ahead, -j))
-    open_now: list[tuple[int, int]] = []
+                begun[start].append(j)
+    waiting: tuple[list[tuple[int, int]], ...] = ([], [])
     for run in range(plan.num_runs):
-        for pair in begun[run]:
-            heapq.heappush(open_now, pair)
-        while open_now and int(selection.memory[run]) > plan.task.limit_bytes:
-            if -open_now[0][0] <= run:
-                open_now.clear()
+        for j in begun[run]:
+            heap = waiting[dirty_penalty is not None and _is_dirty(plan, j)]
+            heapq.heappush(heap, (-_next_use(plan, j, run), -j))
+        while int(selection.memory[run]) > plan.task.limit_bytes:
+            clean, dirty = (-heap[0][0] - run if heap else 0 for heap in waiting)
+            if max(clean, dirty) <= 0:
                 break
-            selection.add(-heapq.heappop(open_now)[1])
+            heap = waiting[clean * (dirty_penalty or 1) < dirty]
+            selection.add(-heapq.heappop(heap)[1])
     selection.fill((j, None) for j in _by_length(plan))
     return selection
 
@@ -71,13 +80,10 @@ def furthest_use(plan: RunLayout) -> Selection:
 def per_layer(plan: RunLayout) -> Selection:
     """Send away the same share of every stretch of the iteration, the least that fits, as FlexGen does."""
     sizes = [plan.task.sizes[interval.tensor] for interval in plan.intervals]
-    for step in range(21):
-        selection, owed = _without_unused(plan), 0.0
-        for j, size in enumerate(sizes):
-            owed += size * step / 20
-            if owed >= size / 2:
-                selection.add(j)
-                owed -= size
+    for part in range(_FRACTIONS + 1):
+        selection = _without_unused(plan)
+        for j in evenly(sizes, part, _FRACTIONS, least=0.5):
+            selection.add(j)
         if selection.fits:
             return selection
     return all_moved(plan)
@@ -166,6 +172,18 @@ class _Channels:
                 taken[stretch] = part
                 needed_s -= part
         return taken if needed_s <= 1e-12 else None
+
+
+def _next_use(plan: RunLayout, j: int, run: int) -> int:
+    """Return the run that needs an interval's tensor next, counted on into the next iteration."""
+    interval = plan.intervals[j]
+    return interval.end + (plan.num_runs if interval.wraps and run > interval.start else 0)
+
+
+def _is_dirty(plan: RunLayout, j: int) -> bool:
+    """Return whether a tensor has to be written out before it leaves."""
+    tensor = plan.intervals[j].tensor
+    return not plan.task.persistent[tensor] or plan.task.written[tensor]
 
 
 def _without_unused(plan: RunLayout) -> Selection:

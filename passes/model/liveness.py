@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from gascompile.core.workload import TensorKind, Workload
 
@@ -72,14 +73,18 @@ def lifetimes(workload: Workload) -> dict[str, range]:
 
 def live_bytes(workload: Workload) -> list[int]:
     """Return the bytes of live activations and outputs at each op, workspace included."""
+    workspace = [op.workspace_bytes for op in workload.ops]
+    return live_over(workload, lifetimes(workload), workspace)
+
+
+def live_over(
+    workload: Workload, spans: Mapping[str, range], workspace: Sequence[int]
+) -> list[int]:
+    """Return the bytes at each op of the tensors that ``spans`` has live there, and of ``workspace`` beside them."""
     sizes = {tensor.name: tensor.size_bytes for tensor in workload.tensors}
-    change = [0] * (len(workload.ops) + 1)
-    for name, ops in lifetimes(workload).items():
+    change = [0] * (len(workspace) + 1)
+    for name, ops in spans.items():
         change[ops.start] += sizes[name]
         change[ops.stop] -= sizes[name]
-    live: list[int] = []
-    current = 0
-    for i, op in enumerate(workload.ops):
-        current += change[i]
-        live.append(current + op.workspace_bytes)
-    return live
+    held = accumulate(change[:-1])
+    return [live + beside for live, beside in zip(held, workspace, strict=True)]

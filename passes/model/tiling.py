@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from gascompile.core.errors import InfeasiblePlanError, SolverError
+from gascompile.core.errors import InfeasiblePlanError
 from gascompile.core.machine import Machine
 from gascompile.core.sizes import MIB
 from gascompile.core.workload import Workload
@@ -24,7 +24,7 @@ from gascompile.passes.graph.divide import Division, divide, division_of
 from gascompile.passes.model.effort import Effort
 from gascompile.passes.model.problem import Problem
 from gascompile.passes.plan.feasible import feasible
-from gascompile.passes.search.place import place
+from gascompile.passes.search.place import relaxed_place
 from gascompile.passes.search.schedule import Schedule
 from gascompile.passes.search.strategies import MANY_WEIGHTS
 
@@ -151,15 +151,8 @@ def best_form(tasks: Sequence[Problem], solve: Solve, effort: Effort) -> FormSol
 def _screen(task: Problem, proof: Proof, time_limit_s: float) -> Proof:
     """Return ``proof`` with the bound of the relaxed program: much less work than to plan the form."""
     feasible(task)
-    try:
-        relaxation = place(
-            task,
-            task.arena_limit_bytes,
-            time_limit_s=time_limit_s,
-            mip_gap=0.0,
-            relaxed=True,
-        )
-    except SolverError:
+    relaxation = relaxed_place(task, time_limit_s)
+    if relaxation is None:
         # What is wrong with the solver shows when the form is planned.
         return proof
     return replace(proof, bound_s=max(proof.bound_s, relaxation.bound_s))

@@ -13,7 +13,7 @@ from gascompile.passes.model.intervals import IntervalPlan
 from gascompile.passes.model.problem import Problem
 from gascompile.passes.plan.emit import emit
 from gascompile.passes.search.schedule import Schedule
-from gascompile.passes.search.site_routes import merge_steps
+from gascompile.passes.search.site_routes import SiteMoves
 from gascompile.passes.search.sites import SitedSchedule
 
 
@@ -64,7 +64,8 @@ def draft_moved(
         buffer_bytes: what the moves take at the end of the arena.
     """
     draft = draft_schedule(task, schedule)
-    steps = merge_steps(draft.steps, moves, len(draft.op_sites))
+    among = SiteMoves(before={op: list(steps) for op, steps in moves.items()})
+    steps = among.merged(draft.steps, len(draft.op_sites))
     seconds = replay(
         steps, task.workload.ops, task.op_times_s, task.machine, repeats=task.repeats
     ).seconds

@@ -111,6 +111,15 @@ def place(
     return Solution(placement, order, bound_s, timed_out, *priced)
 
 
+def relaxed_place(problem: Problem, time_limit_s: float) -> Solution | None:
+    """Return the linear relaxation's solution with all of the arena; ``None`` where the solver fails."""
+    arena_bytes = problem.arena_limit_bytes
+    try:
+        return place(problem, arena_bytes, time_limit_s=time_limit_s, mip_gap=0.0, relaxed=True)
+    except SolverError:
+        return None
+
+
 @dataclass(slots=True)
 class _Model:
     problem: Problem

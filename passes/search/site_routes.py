@@ -15,7 +15,7 @@ from gascompile.core.steps import Compute, Offload, Reload, Step, Wait
 from gascompile.core.tiles import base_name, is_tile, parse_tile
 from gascompile.core.workload import OpSpec, TensorKind
 from gascompile.cost_models.formulas.contention import contended, giving_s
-from gascompile.cost_models.simulate.events import running_sums
+from gascompile.passes.model.liveness import live_over
 from gascompile.passes.model.problem import Problem
 
 
@@ -163,21 +163,12 @@ def own_times(task: Problem, route: SiteRoute) -> list[float]:
 
 def site_peak_bytes(task: Problem, tier: str, route: SiteRoute) -> int:
     """Return a bound on what activations and workspace take on ``tier`` at a time."""
-    sizes = {
-        tensor.name: tensor.size_bytes
-        for tensor in task.workload.tensors
-        if tensor.kind not in (TensorKind.WEIGHT, TensorKind.STATE, TensorKind.INPUT)
-    }
-    change = [0] * (len(route.op_sites) + 2)
-    for name, (first, last) in route.there.items():
-        change[first] += sizes.get(name, 0)
-        change[last + 1] -= sizes.get(name, 0)
-    held = running_sums(change)[1:]
+    there = {name: range(first, last + 1) for name, (first, last) in route.there.items()}
     workspace = [
         spec.workspace_bytes if site == tier else 0
         for spec, site in zip(task.workload.ops, route.op_sites, strict=True)
     ]
-    return int(max((a + b for a, b in zip(held, workspace, strict=False)), default=0))
+    return max(live_over(task.workload, there, workspace), default=0)
 
 
 def find_route(task: Problem, tier: str, sent: frozenset[str]) -> SiteRoute:
@@ -232,16 +223,3 @@ def find_route(task: Problem, tier: str, sent: frozenset[str]) -> SiteRoute:
     alone_s = [op.time_s[site] for op, site in zip(task.workload.ops, op_sites, strict=True)]
     times_s = tuple(contended(task.workload.ops, alone_s, op_sites, task.machine))
     return SiteRoute(tuple(op_sites), times_s, moves, there)
-
-
-def merge_steps(
-    steps: Sequence[Step], moves: Mapping[int, Sequence[Step]], num_ops: int
-) -> tuple[Step, ...]:
-    """Return ``steps`` with the moves before each op; those under ``num_ops`` come last."""
-    merged: list[Step] = []
-    for step in steps:
-        if isinstance(step, Compute):
-            merged.extend(moves.get(step.op, ()))
-        merged.append(step)
-    merged.extend(moves.get(num_ops, ()))
-    return tuple(merged)

@@ -102,6 +102,16 @@ def placements_of(problem: Problem, residents: frozenset[int], strategy: str) ->
     return list(placements)
 
 
+def evenly(sizes: Sequence[int], part: int, parts: int, *, least: float) -> Iterator[int]:
+    """Yield members with ``part`` of ``parts`` of all bytes, each once so much of it as ``least`` is owed."""
+    owed = 0.0
+    for i, size in enumerate(sizes):
+        owed += size * part / parts
+        if owed >= size * least:
+            yield i
+            owed -= size
+
+
 Order = tuple[tuple[int, ...], int]
 """Weights from those that stay first on, and how many of them stay at least."""
 
@@ -128,15 +138,10 @@ def _largest_area(problem: Problem) -> Iterator[Order]:
 
 def _per_layer(problem: Problem) -> Iterator[Order]:
     """Keep a fraction of the bytes of every stretch: weights stay where the running quota passes them."""
+    sizes = [weight.reserved_bytes for weight in problem.weights]
     for part in range(_FRACTIONS + 1):
-        chosen: list[int] = []
-        quota = 0.0
-        for i, weight in enumerate(problem.weights):
-            quota += weight.reserved_bytes * part / _FRACTIONS
-            if quota >= weight.reserved_bytes * (1 - 1e-9):
-                chosen.append(i)
-                quota -= weight.reserved_bytes
-        yield tuple(chosen), len(chosen)
+        chosen = tuple(evenly(sizes, part, _FRACTIONS, least=1 - 1e-9))
+        yield chosen, len(chosen)
 
 
 def _largest_first(problem: Problem) -> Iterator[Order]:

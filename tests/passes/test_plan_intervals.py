@@ -42,10 +42,10 @@ def planned(workload: Workload, budget: int, machine: Machine | None = None) -> 
     """Return the plan within ``budget``, after executing it step by step within that budget."""
     machine = machine or drive()
     limits = {machine.compute_tier: budget}
-    found = plan_intervals(workload, machine, limits, effort=Effort(time_limit_s=5, mip_gap=0.0))
-    done = simulate(workload, machine, found.steps, found.homes, limits_bytes=limits)
-    assert done.seconds == pytest.approx(found.seconds, abs=1e-9)
-    return found
+    plan = plan_intervals(workload, machine, limits, effort=Effort(time_limit_s=5, mip_gap=0.0))
+    done = simulate(workload, machine, plan.steps, plan.homes, limits_bytes=limits)
+    assert done.seconds == pytest.approx(plan.seconds, abs=1e-9)
+    return plan
 
 
 UP_AND_DOWN = task(
@@ -58,10 +58,10 @@ UP_AND_DOWN = task(
 
 
 def test_everything_stays_where_it_fits() -> None:
-    found = planned(UP_AND_DOWN, 8)
-    assert found.steps == tuple(Compute(op=i) for i in range(4))
-    assert (found.seconds, found.bound_s, found.timed_out) == (13.0, 13.0, False)
-    assert (found.sites, found.solver) == (("cpu",) * 4, "none")
+    plan = planned(UP_AND_DOWN, 8)
+    assert plan.steps == tuple(Compute(op=i) for i in range(4))
+    assert (plan.seconds, plan.bound_s, plan.timed_out) == (13.0, 13.0, False)
+    assert (plan.sites, plan.solver) == (("cpu",) * 4, "none")
 
 
 def test_an_activation_leaves_and_comes_back() -> None:
@@ -74,8 +74,8 @@ def test_an_activation_leaves_and_comes_back() -> None:
         op("use a", 1, "a", "c"),
         repeats=False,
     )
-    found = planned(sums, 7)
-    assert found.steps == (
+    plan = planned(sums, 7)
+    assert plan.steps == (
         Compute(op=0),
         Offload(op=1, tensor="a", link="cpu->nvme", size_bytes=4),
         Wait(op=1, tensor="a"),
@@ -86,7 +86,7 @@ def test_an_activation_leaves_and_comes_back() -> None:
         Wait(op=3, tensor="a"),
         Compute(op=3),
     )
-    assert found.seconds == 21.0
+    assert plan.seconds == 21.0
 
 
 def test_recomputing_is_cheaper_than_a_slow_drive() -> None:
@@ -97,8 +97,8 @@ def test_recomputing_is_cheaper_than_a_slow_drive() -> None:
         op("use b", 1, "b", ""),
         op("use a", 1, "a", "c"),
     )
-    found = planned(cheap, 7)
-    assert found.steps == (
+    plan = planned(cheap, 7)
+    assert plan.steps == (
         Compute(op=0),
         Release(op=1, tensor="a"),
         Compute(op=1),
@@ -106,7 +106,7 @@ def test_recomputing_is_cheaper_than_a_slow_drive() -> None:
         Recompute(op=3, source=0),
         Compute(op=3),
     )
-    assert found.seconds == 5.0
+    assert plan.seconds == 5.0
 
 
 def test_a_chain_is_recomputed_without_links() -> None:
@@ -119,10 +119,10 @@ def test_a_chain_is_recomputed_without_links() -> None:
         op("use c", 1, "c", ""),
         op("use b", 1, "b", ""),
     )
-    found = planned(chain, 8, drive(0, 0))
-    again = [step.source for step in found.steps if isinstance(step, Recompute)]
+    plan = planned(chain, 8, drive(0, 0))
+    again = [step.source for step in plan.steps if isinstance(step, Recompute)]
     assert again == [0, 1]
-    assert found.seconds == 7.0
+    assert plan.seconds == 7.0
 
 
 def test_all_results_of_an_op_are_made_again_by_one_rerun() -> None:
@@ -135,16 +135,15 @@ def test_all_results_of_an_op_are_made_again_by_one_rerun() -> None:
         op("use b", 1, "b", ""),
         op("use a", 1, "a", ""),
     )
-    found = planned(pair, 8, drive(0, 0))
-    again = [step.source for step in found.steps if isinstance(step, Recompute)]
-    assert (again, found.seconds, found.bound_s) == ([0], 6.0, 6.0)
+    plan = planned(pair, 8, drive(0, 0))
+    again = [step.source for step in plan.steps if isinstance(step, Recompute)]
+    assert (again, plan.seconds, plan.bound_s) == ([0], 6.0, 6.0)
 
 
 def relaxed_s(workload: Workload, budget: int) -> float:
     """Return the bound of the program on a machine without links."""
     plan = layout(interval_problem(workload, drive(0, 0), {"cpu": budget}))
-    found = interval_program(plan, recompute_ops(plan), away_bytes=0, num_slots=20, time_limit_s=10)
-    return found.bound_s
+    return interval_program(plan, recompute_ops(plan), num_slots=20, time_limit_s=10).bound_s
 
 
 def test_the_bound_counts_a_rerun_once_for_all_results() -> None:
@@ -213,24 +212,24 @@ def test_what_lasts_is_not_written_out_to_stay() -> None:
     assert [search.task.names[search.base.intervals[j].tensor] for j in inner] == ["k"]
     assert selection.add(inner[0])
     assert search.consider("by hand", selection, rounds=1) is None
-    found = search.consider("by hand", selection)
-    assert found is not None
-    assert not [step for step in interval_steps(found.schedule) if isinstance(step, Offload)]
+    scheduled = search.consider("by hand", selection)
+    assert scheduled is not None
+    assert not [step for step in interval_steps(scheduled.schedule) if isinstance(step, Offload)]
 
 
 def test_clean_weights_leave_for_free() -> None:
-    found = planned(CLEAN, 4)
-    assert not any(isinstance(step, Offload) for step in found.steps)
-    assert found.homes == {"v": "nvme", "w": "nvme"}
-    assert found.seconds == 16.0
+    plan = planned(CLEAN, 4)
+    assert not any(isinstance(step, Offload) for step in plan.steps)
+    assert plan.homes == {"v": "nvme", "w": "nvme"}
+    assert plan.seconds == 16.0
     assert planned(CLEAN, 8).homes == {"v": "cpu", "w": "cpu"}
 
 
 def test_dirty_weights_are_written_out() -> None:
-    found = planned(DIRTY, 4)
-    assert sum(isinstance(step, Offload) for step in found.steps) == 2
-    assert found.homes == {"v": "nvme", "w": "nvme"}
-    assert found.seconds == 24.0
+    plan = planned(DIRTY, 4)
+    assert sum(isinstance(step, Offload) for step in plan.steps) == 2
+    assert plan.homes == {"v": "nvme", "w": "nvme"}
+    assert plan.seconds == 24.0
 
 
 def test_dirty_weights_stay_without_a_way_out() -> None:
@@ -249,10 +248,10 @@ def test_a_load_crosses_the_end_of_the_iteration() -> None:
         op("last use", 1, "a", ""),
         op("long", 8, "", ""),
     )
-    found = planned(around, 7)
-    assert isinstance(found.steps[0], Wait)
-    assert found.steps[-2] == Reload(op=3, tensor="w", link="nvme->cpu", size_bytes=4)
-    assert found.seconds == 11.0
+    plan = planned(around, 7)
+    assert isinstance(plan.steps[0], Wait)
+    assert plan.steps[-2] == Reload(op=3, tensor="w", link="nvme->cpu", size_bytes=4)
+    assert plan.seconds == 11.0
 
 
 def test_reserved_bytes_are_left_free() -> None:
@@ -276,33 +275,33 @@ def test_slow_tiers_fill_up() -> None:
 def test_without_a_solver_the_heuristics_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_program, "solver_name", lambda: "none")
     workload = trace("vit", 1280)
-    found = plan_intervals(
+    plan = plan_intervals(
         workload, reference_machine(), {"gpu": int(1e10)}, effort=Effort(time_limit_s=1)
     )
-    assert found.bound_s == pytest.approx(sum(spec.time_s["gpu"] for spec in workload.ops))
-    assert (found.solver, found.seconds > found.bound_s) == ("none", True)
+    assert plan.bound_s == pytest.approx(sum(spec.time_s["gpu"] for spec in workload.ops))
+    assert (plan.solver, plan.seconds > plan.bound_s) == ("none", True)
 
 
 def test_nothing_to_do() -> None:
-    found = planned(task(""), 0)
-    assert (found.steps, found.seconds) == ((), 0.0)
+    plan = planned(task(""), 0)
+    assert (plan.steps, plan.seconds) == ((), 0.0)
 
 
 def attempt(case: Case) -> IntervalPlan | None:
     """Return the plan of a drawn case, executed and replayed; ``None`` where it is refused."""
     try:
-        found = plan_intervals(
+        plan = plan_intervals(
             case.workload, case.machine, case.limits_bytes, effort=Effort(time_limit_s=2)
         )
     except InfeasiblePlanError:
         return None
     done = simulate(
-        case.workload, case.machine, found.steps, found.homes, limits_bytes=case.limits_bytes
+        case.workload, case.machine, plan.steps, plan.homes, limits_bytes=case.limits_bytes
     )
-    assert done.seconds == pytest.approx(found.seconds, abs=1e-9)
-    assert replayed(case, found.steps) == pytest.approx(found.seconds, abs=1e-9)
-    assert found.bound_s <= found.seconds
-    return found
+    assert done.seconds == pytest.approx(plan.seconds, abs=1e-9)
+    assert replayed(case, plan.steps) == pytest.approx(plan.seconds, abs=1e-9)
+    assert plan.bound_s <= plan.seconds
+    return plan
 
 
 def replayed(case: Case, steps: tuple[Step, ...]) -> float:
@@ -314,13 +313,13 @@ def replayed(case: Case, steps: tuple[Step, ...]) -> float:
 @settings(max_examples=12 * SCALE, deadline=None)
 @given(cases())
 def test_small_plans_are_right_and_bounded_by_the_optimum(case: Case) -> None:
-    found = attempt(case)
+    plan = attempt(case)
     best = move_optimum(case.workload, case.machine, case.limits_bytes, max_labels=4000)
-    if best is not None and found is not None:
-        assert found.bound_s <= best.seconds * (1 + 1e-9)
+    if best is not None and plan is not None:
+        assert plan.bound_s <= best.seconds * (1 + 1e-9)
         # The oracle lets a tensor use one slow tier alone.
-        assert found.seconds >= best.seconds * (1 - 1e-9) or len(case.machine.tiers) > 2
-    if best is not None and found is None:
+        assert plan.seconds >= best.seconds * (1 - 1e-9) or len(case.machine.tiers) > 2
+    if best is not None and plan is None:
         assert best.seconds == math.inf or not roomy(case)
 
 
@@ -335,51 +334,51 @@ def roomy(case: Case) -> bool:
 @given(cases(max_tensors=4, max_ops=4), st.integers(1, 6))
 def test_more_memory_is_never_slower(case: Case, more: int) -> None:
     """Of problems small enough to be gone through in full."""
-    found = attempt(case)
-    if found is None or found.bound_s < found.seconds:
+    plan = attempt(case)
+    if plan is None or plan.bound_s < plan.seconds:
         return
     limit = case.limits_bytes[case.machine.compute_tier] + more
     richer = attempt(case.with_budget(limit))
     assert richer is not None
-    assert richer.bound_s <= found.seconds * (1 + 1e-9)
-    assert richer.seconds <= found.seconds * (1 + 1e-9) or richer.bound_s < richer.seconds
+    assert richer.bound_s <= plan.seconds * (1 + 1e-9)
+    assert richer.seconds <= plan.seconds * (1 + 1e-9) or richer.bound_s < richer.seconds
 
 
 @settings(max_examples=5 * SCALE, deadline=None)
 @given(cases(max_tensors=25, max_ops=30))
 def test_larger_plans_are_right_and_no_slower_than_any_heuristic(case: Case) -> None:
-    found = attempt(case)
-    if found is None:
+    plan = attempt(case)
+    if plan is None:
         return
-    plan = layout(interval_problem(case.workload, case.machine, case.limits_bytes))
+    base = layout(interval_problem(case.workload, case.machine, case.limits_bytes))
     for strategy in STRATEGIES.values():
-        selection = strategy(plan)
-        made = schedule(plan, decisions(plan, selection.routes)) if selection.fits else None
+        selection = strategy(base)
+        made = schedule(base, decisions(base, selection.routes)) if selection.fits else None
         seconds = steady_seconds(event_program(made)[0]) if made else math.inf
-        assert found.seconds <= seconds * (1 + 1e-4)
+        assert plan.seconds <= seconds * (1 + 1e-4)
 
 
 def test_a_training_iteration_close_to_its_bound() -> None:
     """A convolutional net at a tenth of its memory: above nine tenths of what is possible."""
     workload = trace("resnet152", 256)
-    found = plan_intervals(
+    plan = plan_intervals(
         workload,
         reference_machine(),
         {"gpu": int(8e9)},
         effort=Effort(time_limit_s=15, mip_gap=0.02),
     )
-    assert found.bound_s >= sum(spec.time_s["gpu"] for spec in workload.ops) * (1 - 1e-6)
-    assert found.seconds <= found.bound_s / 0.9
+    assert plan.bound_s >= sum(spec.time_s["gpu"] for spec in workload.ops) * (1 - 1e-6)
+    assert plan.seconds <= plan.bound_s / 0.9
 
 
 def test_the_clock_is_kept() -> None:
     workload = trace("vit", 1280)
     begun_s = time.process_time()  # of this process: neighbours are no concern of the planner
-    found = plan_intervals(
+    plan = plan_intervals(
         workload,
         reference_machine(),
         {"gpu": int(10e9)},
         effort=Effort(time_limit_s=1.0, mip_gap=0.0),
     )
-    assert found.timed_out
+    assert plan.timed_out
     assert time.process_time() - begun_s < 10.0
