@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from gascompile.core.huge_pages import map_anonymous
 from gascompile.core.machine import RatePoint
-from gascompile.cost_models.measure.host import map_anonymous
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 WIDTH = 2048

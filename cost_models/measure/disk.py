@@ -25,9 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gascompile.core.errors import StorageError
+from gascompile.core.huge_pages import map_anonymous
 from gascompile.core.machine import IoSettings
 from gascompile.core.sizes import MIB, PAGE_BYTES, format_size
-from gascompile.cost_models.measure.host import free_bytes, map_anonymous
+from gascompile.cost_models.measure.host import free_bytes
 
 FILE_BYTES = 512 * MIB
 BUFFER_BYTES = 64 * MIB

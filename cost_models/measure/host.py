@@ -5,7 +5,6 @@ Plain reads of system files and calls; nothing here is timed.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import tempfile
@@ -70,18 +69,6 @@ def _read_text(path: Path) -> str:
     except OSError:
         # A missing file is the ordinary sign that this kind of control group is not in use.
         return ""
-
-
-def map_anonymous(size_bytes: int) -> mmap.mmap:
-    """Return private memory in huge pages where they are to be had, like the runtime's arena.
-
-    Small pages make a direct read up to three times slower: the kernel pins each of them.
-    """
-    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
 
 
 @dataclass(slots=True)

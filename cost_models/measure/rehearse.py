@@ -11,7 +11,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from gascompile.core.program import Program
+from gascompile.core.errors import NanLossError
+from gascompile.core.program import Program, last_readers
 from gascompile.cost_models.measure.compute import ColdWeights
 
 _MOST_BYTES = 256 << 20
@@ -20,6 +21,16 @@ _MOST_PASSES = 50
 """Through the program: more say nothing new."""
 _DISTURBED = 3.0
 """Times the median: a call of so long was interrupted."""
+_REFUSALS = (
+    NanLossError,
+    ArithmeticError,
+    AssertionError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""Some ops look at values, and made-up ones are not theirs."""
 
 Signature = Callable[[fx.Node], str | None]
 
@@ -69,6 +80,23 @@ def made_up(value: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(value.shape, value.stride())
 
 
+def made_up_result(node: fx.Node) -> Any:
+    """Return what stands for a node's value, whose sizes are known."""
+    return pytree.tree_map_only(torch.Tensor, made_up, node.meta.get("val"))
+
+
+def timed_call(node: fx.Node, inputs: Mapping[fx.Node, Any]) -> tuple[Any, float] | None:
+    """Run an op on what it reads; return its result and its seconds, ``None`` where it refuses made-up values."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), inputs.__getitem__)
+    assert callable(node.target)
+    start_s = time.perf_counter()
+    try:
+        value = node.target(*args, **kwargs)
+    except _REFUSALS:
+        return None
+    return value, time.perf_counter() - start_s
+
+
 def storage_elements(value: torch.Tensor) -> int:
     """Return how many elements reach from the storage's start to the end of ``value``, whose sizes are known.
 
@@ -103,10 +131,7 @@ class _Rehearsal:
             elif node.op == "placeholder":
                 self._given[node] = value
         self._ops = [(node, signature(node)) for node in program.op_nodes()]
-        last_reader = {source: node for node, _ in self._ops for source in node.all_input_nodes}
-        self._frees: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-        for source, reader in last_reader.items():
-            self._frees[reader].append(source)
+        self._frees = last_readers(node for node, _ in self._ops)
         self._place = 0
 
     def run(self, stop: float) -> dict[str, list[float]]:
@@ -119,7 +144,7 @@ class _Rehearsal:
             time_s = self._call(node, values)
             if name is not None and time_s is not None:
                 times_s[name].append(time_s)
-            for source in self._frees[node]:
+            for source in self._frees.get(node, ()):
                 values.pop(source, None)
         return times_s
 
@@ -127,16 +152,11 @@ class _Rehearsal:
         """Run an op; ``None`` where its result had to be made up too."""
         inputs = {source: self._input(source, values) for source in node.all_input_nodes}
         if not any(isinstance(value, _Missing) for value in inputs.values()):
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), inputs.__getitem__)
-            assert callable(node.target)
-            start = time.perf_counter()
-            try:
-                values[node] = node.target(*args, **kwargs)
-            except (RuntimeError, IndexError, ValueError, NotImplementedError):
-                pass  # Some ops look at values, and made-up ones are not theirs.
-            else:
-                return time.perf_counter() - start
-        values[node] = pytree.tree_map_only(torch.Tensor, made_up, node.meta["val"])
+            called = timed_call(node, inputs)
+            if called is not None:
+                values[node], time_s = called
+                return time_s
+        values[node] = made_up_result(node)
         return None
 
     def _input(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:

@@ -15,7 +15,7 @@ Conventions that every pass and the runtime rely on:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,6 +82,30 @@ def op_name(node: torch.fx.Node) -> str:
     """Return the name of the op that ``node`` is."""
     name: str = node.meta.get(OP_NAME, node.name)
     return name
+
+
+def marks_of(graph: torch.fx.Graph) -> list[object]:
+    """Return what tells two captures of a model apart: by node its op, its name, what it calls and what it reads."""
+    return [
+        [node.op, node.name, _named(node.target), [s.name for s in node.all_input_nodes]]
+        for node in graph.nodes
+    ]
+
+
+def _named(target: object) -> str:
+    """Return the name of what a node calls: of a function without its address, which is another in each process."""
+    if isinstance(target, (str, torch._ops.OpOverload)):
+        return str(target)
+    return str(getattr(target, "__name__", target))
+
+
+def last_readers(nodes: Iterable[torch.fx.Node]) -> dict[torch.fx.Node, list[torch.fx.Node]]:
+    """Return, by node, the values that no later one of ``nodes`` reads; a node without any has no entry."""
+    last = {source: node for node in nodes for source in node.all_input_nodes}
+    frees: dict[torch.fx.Node, list[torch.fx.Node]] = {}
+    for source, reader in last.items():
+        frees.setdefault(reader, []).append(source)
+    return frees
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,3 +230,9 @@ class Program:
     def op_nodes(self) -> list[torch.fx.Node]:
         """Return the nodes that are ops, in execution order: op ``i`` of the workload is element ``i``."""
         return [node for node in self.graph_module.graph.nodes if node.op == "call_function"]
+
+
+def program_marks(program: Program) -> list[object]:
+    """Return what has to be equal in the captures of all ranks: their graphs and the tensors that these read."""
+    bound = [[name, of.dtype, list(of.shape)] for name, of in sorted(program.bound.items())]
+    return [marks_of(program.graph_module.graph), bound]

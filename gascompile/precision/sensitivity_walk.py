@@ -14,9 +14,10 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from gascompile.core.program import Program
+from gascompile.core.program import Program, last_readers
 from gascompile.core.sizes import format_size
 from gascompile.core.sources import WeightSource
+from gascompile.passes.graph.mutated_tensors import written_arguments
 from gascompile.weights.rows import WeightRows
 
 LINEAR = torch.ops.aten.linear.default
@@ -205,28 +206,17 @@ class SensitivityWalk:
     def _last_uses(self) -> dict[fx.Node, list[fx.Node]]:
         """Return by node the values that no later op needs."""
         (output,) = self.setting.program.graph_module.graph.find_nodes(op="output")
-        last: dict[fx.Node, fx.Node] = {}
-        for node in (*self.nodes, output):
-            for used in node.all_input_nodes:
-                last[used] = node
-            last.setdefault(node, node)
-        frees: dict[fx.Node, list[fx.Node]] = {}
-        for used, node in last.items():
-            frees.setdefault(node, []).append(used)
+        frees = last_readers((*self.nodes, output))
+        read = {value for values in frees.values() for value in values}
+        for node in self.nodes:
+            if node not in read:
+                frees.setdefault(node, []).append(node)
         return frees
 
 
 def written(node: fx.Node) -> list[fx.Node]:
     """Return the operands that an op changes."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable or node.target is _DETACH:
-        return []
-    named = [
-        (node.args[place] if place < len(node.args) else node.kwargs.get(argument.name))
-        for place, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    return [value for value in named if isinstance(value, fx.Node)]
+    return [] if node.target is _DETACH else written_arguments(node)
 
 
 def as_node(argument: object) -> fx.Node:

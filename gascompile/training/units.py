@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from gascompile.codegen.allocator_library import allocation_counter
+from gascompile.core.huge_pages import map_anonymous
 from gascompile.core.sizes import SPILL_BUFFER_BYTES
 from gascompile.core.waiting import Turn
 from gascompile.machines.resolve import profile_of
@@ -19,7 +20,6 @@ from gascompile.passes.graph.insert import insert
 from gascompile.runtime.devices import device_for
 from gascompile.runtime.memory.device_moves import DeviceMoves
 from gascompile.runtime.memory.device_values import DeviceValues
-from gascompile.runtime.memory.early_memory import map_anonymous
 from gascompile.runtime.memory.persistent import Persistent
 from gascompile.runtime.memory.pinned import HOST
 from gascompile.runtime.memory.source_slots import SourceSlots

@@ -6,7 +6,7 @@ import mmap
 
 import torch
 
-from gascompile.runtime.memory.early_memory import map_anonymous
+from gascompile.core.huge_pages import map_anonymous
 
 POISON = 0xFF
 """A byte whose repetition is NaN in every float format."""

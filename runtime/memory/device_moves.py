@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
+from gascompile.core.huge_pages import map_anonymous
 from gascompile.core.parts import Span
 from gascompile.core.sizes import SPILL_BUFFER_BYTES
-from gascompile.runtime.memory.early_memory import map_anonymous
 from gascompile.runtime.memory.host_slots import HOST_BYTES, HostSlots
 from gascompile.runtime.memory.pinned import HOST
 from gascompile.runtime.memory.source_slots import Pieces

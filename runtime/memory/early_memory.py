@@ -12,6 +12,7 @@ import mmap
 import time
 from collections.abc import Iterator
 
+from gascompile.core.huge_pages import map_anonymous
 from gascompile.core.waiting import Gate, OwnThread
 
 _wishes: dict[int, object] = {}
@@ -23,16 +24,6 @@ _MADV_POPULATE_WRITE = 23
 _PAUSE_S = 0.005  # between pieces, in which other threads get to map memory
 _STEP_BYTES = 2 << 20
 """One huge page: other threads that map memory wait for at most that."""
-
-
-def map_anonymous(size_bytes: int) -> mmap.mmap:
-    """Return private anonymous memory in huge pages where they are to be had."""
-    memory = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Huge pages make the kernel's pinning of a direct read cheaper; without them it still works.
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 
 from gascompile.core.errors import PlanMismatchError, StorageError
+from gascompile.core.huge_pages import map_anonymous
 from gascompile.core.machine import IoSettings
 from gascompile.core.own_work import OwnWork
 from gascompile.core.plan import Plan
@@ -23,7 +24,6 @@ from gascompile.core.waiting import life, require_life
 from gascompile.runtime.devices import device_for
 from gascompile.runtime.memory.device_moves import DeviceMoves
 from gascompile.runtime.memory.device_values import DeviceValues
-from gascompile.runtime.memory.early_memory import map_anonymous
 from gascompile.runtime.memory.lasting import (
     TakenStates,
     has_own_memory,

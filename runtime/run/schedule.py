@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
+from gascompile.core.program import last_readers
 from gascompile.runtime.devices.graph_rules import ARRIVAL, Trait
 from gascompile.runtime.run.meter import Meter
 
@@ -109,12 +110,6 @@ def has_node(argument: Value) -> bool:
 
 def last_users(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """Return, per node, the nodes whose last user it is; what the output reads is in nobody's list."""
-    last: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        for argument in node.all_input_nodes:
-            last[argument] = node
-    frees: dict[fx.Node, list[fx.Node]] = {}
-    for argument, user in last.items():
-        if user.op != "output":
-            frees.setdefault(user, []).append(argument)
-    return frees
+    return {
+        node: values for node, values in last_readers(graph.nodes).items() if node.op != "output"
+    }

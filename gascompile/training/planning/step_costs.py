@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,12 +21,12 @@ from torch.utils import _pytree as pytree
 
 from gascompile.core import serial
 from gascompile.core.budget import Budget
-from gascompile.core.errors import BudgetExceededError, NanLossError
+from gascompile.core.errors import BudgetExceededError
 from gascompile.core.machine import Machine
-from gascompile.core.program import Program
+from gascompile.core.program import Program, last_readers
 from gascompile.core.remembered import remembered
 from gascompile.core.workload import Workload
-from gascompile.cost_models.measure.rehearse import made_up
+from gascompile.cost_models.measure.rehearse import made_up_result, timed_call
 from gascompile.distributed.ladder import Ladder
 from gascompile.machines.busy import warned_if_busy
 from gascompile.machines.op_memory import learn, learnt_bytes
@@ -58,16 +57,6 @@ _NOT_UPDATES = ("accumulate", "clip_scale", "refuse_nan", "total_norm")
 """Ops of the namespace of updates that are none."""
 _CALL_S = 6e-6
 """What it takes to call an op from a plan, beside the op."""
-_REFUSALS = (
-    NanLossError,
-    ArithmeticError,
-    AssertionError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""Some ops look at values, and made-up ones are not theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,10 +268,7 @@ class _Rehearsal:
         self._counts = Counter(kinds.values())
         self._values: dict[fx.Node, Any] = {}
         """In the order of their last use."""
-        last = {source: node for node in kinds for source in node.all_input_nodes}
-        self._frees: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-        for source, reader in last.items():
-            self._frees[reader].append(source)
+        self._frees = last_readers(kinds)
 
     def run(self, pages: Pages | None) -> dict[str, OpCost]:
         """Return what was found by kind."""
@@ -301,7 +287,7 @@ class _Rehearsal:
                 else:
                     times_s[kind].append(cost.time_s)
                     scratch_bytes[kind] = max(scratch_bytes[kind], cost.scratch_bytes)
-            for source in self._frees[node]:
+            for source in self._frees.get(node, ()):
                 self._values.pop(source, None)
         self._values.clear()
         return {
@@ -313,16 +299,12 @@ class _Rehearsal:
     def _call(
         self, node: fx.Node, inputs: Mapping[fx.Node, Any], pages: Pages | None
     ) -> OpCost | None:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), inputs.__getitem__)
-        assert callable(node.target)
         self._values.pop(node, None)
         before = pages.mark() if pages else 0
-        start_s = time.perf_counter()
-        try:
-            value = node.target(*args, **kwargs)
-        except _REFUSALS:
+        called = timed_call(node, inputs)
+        if called is None:
             return None
-        time_s = time.perf_counter() - start_s
+        value, time_s = called
         made_bytes = (pages.live_bytes - before) if pages else 0
         scratch_bytes = (pages.peak_bytes - before - made_bytes) if pages else 0
         self._values[node] = value
@@ -331,7 +313,7 @@ class _Rehearsal:
     def _input(self, node: fx.Node) -> Any:
         value = self._values.pop(node, None)
         if value is None:
-            value = pytree.tree_map_only(torch.Tensor, made_up, node.meta.get("val"))
+            value = made_up_result(node)
         self._values[node] = value
         return value
 
