@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from gascompile.api.costed import plan_costed
 from gascompile.api.objective import planned, require_model
+from gascompile.capture.fingerprint.target import target_prints
 from gascompile.core import model_libraries, serial
 from gascompile.core.budget import Budget
 from gascompile.core.checks.machine import source_warnings
@@ -27,7 +28,6 @@ from gascompile.core.progress import task
 from gascompile.core.reports import Timeline
 from gascompile.core.workload import TensorKind, Workload
 from gascompile.cost_models.simulate.trace import trace
-from gascompile.formats.allocation import packing_fields
 from gascompile.machines.emulated import EMULATED
 from gascompile.passes.plan.make_plan import make_plan, require_known
 from gascompile.passes.plan.move_anything import OnHeap
@@ -269,12 +269,8 @@ def machine_of(machine: Machine | str | os.PathLike[str] | None, cache_dir: Path
 def _prints(
     workload: Workload, machine: Machine, budget: Budget, config: CompileConfig
 ) -> dict[str, str]:
-    return {
-        "graph": serial.digest(workload),
-        "machine": serial.digest(machine),
-        "budget": serial.digest(budget.limits_bytes(machine)),
-        "options": serial.digest({**config.fingerprint_fields(), **packing_fields()}),
-    }
+    target = target_prints(machine, budget.limits_bytes(machine), config)
+    return {"graph": serial.digest(workload), **target}
 
 
 def _plan_workload(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gascompile.api.plan import machine_of
+from gascompile.capture.fingerprint.target import target_prints
 from gascompile.core import serial
 from gascompile.core.budget import Budget
 from gascompile.core.checks.workload_files import is_workload_file, load_workload
@@ -110,12 +111,8 @@ class Mapped:
 
     def plan(self, tiers: Mapping[str, str], prints: Mapping[str, str], site: str = "") -> Plan:
         """Return the plan with each weight on the tier that ``tiers`` says; see ``device_map_baseline``."""
-        known = {
-            "graph": serial.digest(self.workload),
-            "machine": serial.digest(self.machine),
-            "budget": serial.digest(self.budget.limits_bytes(self.machine)),
-        }
-        prints = {**known, **prints}
+        target = target_prints(self.machine, self.budget.limits_bytes(self.machine), None)
+        prints = {"graph": serial.digest(self.workload), **target, **prints}
         return device_map_baseline(
             self.workload, self.machine, self.budget, tiers, fingerprint=prints, site=site
         )

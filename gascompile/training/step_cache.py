@@ -24,6 +24,7 @@ from gascompile.capture.fingerprint.fingerprint import (
     step_print,
     versions,
 )
+from gascompile.capture.fingerprint.target import target_prints
 from gascompile.capture.record.record import CaptureRecord, Recorded
 from gascompile.capture.torch_settings import SETTINGS, settings_now
 from gascompile.core import serial
@@ -32,7 +33,6 @@ from gascompile.core.errors import FormatError
 from gascompile.core.plan import Plan
 from gascompile.core.signature import same_memory, same_tensors
 from gascompile.distributed.stage_ops import is_of_stages
-from gascompile.formats.allocation import packing_fields
 from gascompile.passes.verify.walk import verify
 from gascompile.training.capture.traced_loss import LossFunction
 from gascompile.training.optimizers.optimizers import Rules, fixed
@@ -114,9 +114,7 @@ def place_of_step(
         SETTINGS: settings_now(),
         "process": serial.digest([*_process(), has_pages, network]),
         "memory": learnt_digest(job.config.cache_dir),
-        "machine": serial.digest(job.machine),
-        "budget": serial.digest(job.budget.limits_bytes(job.machine)),
-        "options": serial.digest({**job.config.fingerprint_fields(), **packing_fields()}),
+        **target_prints(job.machine, job.budget.limits_bytes(job.machine), job.config),
         "versions": made_by(),
     }
     return CachedPlan(

@@ -21,6 +21,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
 from gascompile.capture.fingerprint.replaced import replaced_functions
+from gascompile.capture.fingerprint.target import target_prints
 from gascompile.capture.fingerprint.value_digest import ValueDigest
 from gascompile.capture.torch_settings import SETTINGS, modes_now, settings_now, torch_settings
 from gascompile.core import serial
@@ -183,9 +184,9 @@ def plan_prints(
         "inputs": serial.digest(signature),
         SETTINGS: settings_now(),
         "weights": serial.digest({n: _lie(s) for n, s in sorted(layout.items())}),
-        "machine": serial.digest(without_host_sizes(job.machine)),
-        "budget": serial.digest(job.budget.limits_bytes(job.machine)),
-        "options": serial.digest(job.config.fingerprint_fields()),
+        **target_prints(
+            without_host_sizes(job.machine), job.budget.limits_bytes(job.machine), job.config
+        ),
         "sharing": serial.digest([shared, job.reserved_bytes]),
         "versions": made_by(),
     }
