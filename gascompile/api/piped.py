@@ -6,7 +6,6 @@ its own drive. A call goes through the stages and ends on all of them with the s
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,12 +30,11 @@ from gascompile.bundles.content import require_same_files
 from gascompile.bundles.reuse import CachedPlan
 from gascompile.capture.calls import Call
 from gascompile.core import serial
-from gascompile.core.errors import InfeasiblePlanError, UnsupportedOpError
+from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.plan import Plan
-from gascompile.core.program import Program, draws
+from gascompile.core.program import Program, draws, program_marks
 from gascompile.core.ranks import STAGE_OPS
 from gascompile.core.value_digests import digest_of
-from gascompile.passes.parallel.cut_stages import cut_stages
 from gascompile.passes.parallel.legs import Legs, outstanding_bytes, placeholders, roots, staged
 from gascompile.passes.parallel.stage_graph import Cut, StageGraph
 from gascompile.runtime.collectives.exchange import exchanging
@@ -50,7 +48,6 @@ if TYPE_CHECKING:
     from gascompile.runtime.run.executor import Executor
     from gascompile.training.pipeline.stage_problem import Staged
 
-_log = logging.getLogger(__name__)
 forced: Callable[[int, int], Sequence[int]] | None = None
 """Takes the place of the choice, for tests: returns where stages begin, by the number of ops and of stages."""
 
@@ -95,10 +92,7 @@ class PipedJob(Job):
         """
         _require_stateless(program)
         ranks, size = self.stages.ranks, self.stages.ranks.layout.size
-        nodes = list(program.graph_module.graph.nodes)
-        marks = [[n.op, n.name, str(n.target), [s.name for s in n.all_input_nodes]] for n in nodes]
-        bound = [[n, of.dtype, list(of.shape)] for n, of in sorted(program.bound.items())]
-        ranks.compare("the captured model", serial.digest([marks, bound]).encode())
+        ranks.compare("the captured model", serial.digest(program_marks(program)).encode())
         staging = self._staged(program)
         if len(staging.ops) < size:
             raise UnsupportedOpError(
@@ -120,9 +114,9 @@ class PipedJob(Job):
         return Staged(ops=ops, num_forward=len(ops))
 
     def _legs(self, program: Program, staging: Staged) -> Legs:
-        from gascompile.training.pipeline.agreement import StageMemory, agreed_problem, in_words
+        from gascompile.training.pipeline.agreement import StageMemory, agreed_cut
         from gascompile.training.pipeline.pipeline import stages_of
-        from gascompile.training.pipeline.stage_problem import holders_of, op_seconds, stage_ops
+        from gascompile.training.pipeline.stage_problem import holders_of
 
         size, own = self.stages.ranks.layout.size, set(staging.ops)
         names = program.bindings
@@ -133,21 +127,10 @@ class PipedJob(Job):
         else:
             workload = self.annotated(program).workload
             memory = StageMemory.of(self.machine, self.limit_bytes)
-            ops = stage_ops(staging, names, workload, 0)
-            times_s = op_seconds(staging, workload, memory.site)
-            agreed = (self.stages.ranks, ops, times_s, memory)
-            problem = agreed_problem(*agreed, has_backward=False)
-            choice = cut_stages(problem, [1])
-            if choice is None:
-                place = max(range(len(staging.ops)), key=ops.least_bytes.__getitem__)
-                raise InfeasiblePlanError(
-                    tier=memory.site,
-                    limit_bytes=min(of.budget_bytes for of in problem.ranks),
-                    required_bytes=ops.least_bytes[place],
-                    op=staging.ops[place].name,
-                )
-            self.stages.note = in_words(problem, choice, "a call")
-            _log.info("%s", self.stages.note)
+            of_ops = names, workload, 0
+            choice, self.stages.note = agreed_cut(
+                self.stages.ranks, staging, of_ops, memory, [1], has_backward=False
+            )
             stages = stages_of(choice.begins, len(staging.ops))
         for node, stage in zip(staging.ops, stages, strict=True):
             for source in placeholders(node, own):

@@ -29,7 +29,7 @@ from gascompile.core import serial
 from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
-from gascompile.core.program import Program
+from gascompile.core.program import Program, program_marks
 from gascompile.core.steps import Offload
 from gascompile.runtime.collectives.local_ranks import LocalRanks
 from gascompile.runtime.memory.lasting_accounts import moves_lasting
@@ -80,10 +80,7 @@ class RankedJob(Job):
 
     def place(self, program: Program, prints: Mapping[str, str]) -> Plan:
         """Return rank 0's plan for what all ranks have captured."""
-        graph = program.graph_module.graph
-        nodes = [[n.op, n.name, [a.name for a in n.all_input_nodes]] for n in graph.nodes]
-        bound = [[n, of.dtype, list(of.shape)] for n, of in sorted(program.bound.items())]
-        self.ranks.meet("the captured program", serial.digest([nodes, bound]))
+        self.ranks.meet("the captured program", serial.digest(program_marks(program)))
         raw = self.ranks.from_first(
             "the plan", lambda: serial.dumps(super(RankedJob, self).place(program, prints)).encode()
         )

@@ -11,15 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from gascompile.bundles.kept_captures import KeptCapture, trace_data
 from gascompile.bundles.reuse import CachedPlan
 from gascompile.capture.record.record import CaptureRecord
-from gascompile.core.program import Program
 from gascompile.training.capture.joint import Joint
-from gascompile.training.planning.program_specs import bound_spec, input_spec
+from gascompile.training.planning.program_specs import program_of
 from gascompile.training.state.aliasing import named_tensors
 from gascompile.training.step_cache import unknown_code
 
@@ -55,7 +54,8 @@ class NewJoint:
             "outside": read,
         }
         nodes = [*joint.outputs, *(node for group in groups for node in group.values())]
-        return cls(trace_data(_program(joint, nodes)) if why is None else {}, held, facts, why)
+        program = program_of(joint, joint.graph_module.graph, nodes, "joint")
+        return cls(trace_data(program) if why is None else {}, held, facts, why)
 
     def keep(self, place: CachedPlan, joint: Joint) -> None:
         """Keep it, unless another trace may differ."""
@@ -63,26 +63,6 @@ class NewJoint:
         assert isinstance(record, CaptureRecord), "it is new"
         why = self.why_not or next(iter(record.running.backward), None)
         place.keep_capture(self.trace, self.held, record, self.facts, why)
-
-
-def _program(joint: Joint, results: list[fx.Node]) -> Program:
-    """Return a joint as a program that gives all of it that counts; the joint has another output from here on."""
-    nodes = {node.name: node for node in joint.graph_module.graph.nodes}
-    nodes["output"].args = (tuple(results),)
-    inputs = (*joint.inputs, *joint.outside)
-    first = next(node for node in nodes.values() if node.op != "placeholder")
-    for placeholder in (*joint.bound, *inputs):
-        first.prepend(nodes[placeholder])
-    return Program(
-        name="joint",
-        graph_module=joint.graph_module,
-        inputs=tuple(input_spec(nodes[name], i) for i, name in enumerate(inputs)),
-        bindings=joint.bound,
-        bound={name: bound_spec(nodes[placeholder]) for placeholder, name in joint.bound.items()},
-        states=frozenset(),
-        in_spec=pytree.treespec_dumps(pytree.tree_structure((inputs, {}))),
-        out_spec=pytree.treespec_dumps(pytree.tree_structure(tuple(results))),
-    )
 
 
 def joint_of(

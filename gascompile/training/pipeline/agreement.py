@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from gascompile.core.errors import InfeasiblePlanError
 from gascompile.core.machine import Machine
+from gascompile.core.workload import Workload
 from gascompile.distributed.ranks import Ranks
 from gascompile.passes.parallel.cut_stages import (
     CutProblem,
@@ -16,6 +19,9 @@ from gascompile.passes.parallel.cut_stages import (
     StageRank,
     cut_stages,
 )
+from gascompile.training.pipeline.stage_problem import Staged, op_seconds, stage_ops
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +49,42 @@ class StageMemory:
         )
 
 
-def agreed_problem(
+def agreed_cut(
+    ranks: Ranks,
+    staging: Staged,
+    costs: tuple[Mapping[str, str], Workload, int],
+    memory: StageMemory,
+    counts: Sequence[int],
+    *,
+    has_backward: bool,
+) -> tuple[StageCut, str]:
+    """Return how the ops are divided, and that in words, the same on all ranks, which call this at the same time.
+
+    Args:
+        costs: weights, workload and vectors beside a weight, as ``stage_ops`` takes them.
+        counts: numbers of micro-batches to choose from.
+
+    Raises:
+        InfeasiblePlanError: a rank's budget is too small for an op of any division.
+        RankError: another rank has failed.
+    """
+    ops, times_s = stage_ops(staging, *costs), op_seconds(staging, costs[1], memory.site)
+    problem = _agreed_problem(ranks, ops, times_s, memory, has_backward=has_backward)
+    choice = cut_stages(problem, counts)
+    if choice is None:
+        place = max(range(staging.num_forward), key=ops.least_bytes.__getitem__)
+        raise InfeasiblePlanError(
+            tier=memory.site,
+            limit_bytes=min(of.budget_bytes for of in problem.ranks),
+            required_bytes=ops.least_bytes[place] // max(counts),
+            op=staging.forward[place].name,
+        )
+    note = _in_words(problem, choice, "a step" if has_backward else "a call")
+    _log.info("%s", note)
+    return choice, note
+
+
+def _agreed_problem(
     ranks: Ranks,
     ops: StageOps,
     times_s: Sequence[float],
@@ -51,18 +92,7 @@ def agreed_problem(
     *,
     has_backward: bool,
 ) -> CutProblem:
-    """Return the problem with what each rank takes and has, the same on all ranks.
-
-    Args:
-        ranks: of the pipeline, which call this at the same time.
-        ops: that are divided.
-        times_s: what each takes on this rank.
-        memory: of this rank.
-        has_backward: whether there is a backward pass.
-
-    Raises:
-        RankError: another rank has failed.
-    """
+    """Return the problem with what each rank takes and has, the same on all ranks."""
     ladder, mesh = ranks.ladder().whole, ranks.mesh
     own = [*times_s, memory.budget_bytes, memory.stream_bytes_per_s, memory.latency_s]
     own += [ladder[0].time_s, ladder[-1].time_s]
@@ -91,14 +121,8 @@ def agreed_problem(
     )
 
 
-def in_words(problem: CutProblem, choice: StageCut, what: str) -> str:
-    """Return what was chosen, and what the ranks would take alone.
-
-    Args:
-        problem: that was solved.
-        choice: its solution.
-        what: is run, ``a step``.
-    """
+def _in_words(problem: CutProblem, choice: StageCut, what: str) -> str:
+    """Return what was chosen, and what the ranks would take alone; ``what`` is run."""
     count = choice.num_batches
     times = ", ".join(f"{time_s * count:.4g}" for time_s in choice.stage_s)
     text = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,18 +13,19 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from gascompile.core import serial
-from gascompile.core.errors import InfeasiblePlanError, UnsupportedOpError
+from gascompile.core.errors import UnsupportedOpError
+from gascompile.core.program import marks_of
 from gascompile.core.ranks import StageLayout
 from gascompile.core.workload import Workload
 from gascompile.distributed.ranks import Ranks
 from gascompile.distributed.rows import num_rows
 from gascompile.distributed.stage_ops import receive
-from gascompile.passes.parallel.cut_stages import StageCut, cut_stages
+from gascompile.passes.parallel.cut_stages import StageCut
 from gascompile.passes.parallel.legs import outstanding_bytes, placeholders
 from gascompile.passes.parallel.stage_clock import waits
 from gascompile.passes.parallel.stage_graph import Cut
 from gascompile.training.capture.joint import Joint
-from gascompile.training.pipeline.agreement import StageMemory, agreed_problem, in_words
+from gascompile.training.pipeline.agreement import StageMemory, agreed_cut
 from gascompile.training.pipeline.provable import (
     Counter,
     ignored_counter,
@@ -38,12 +38,9 @@ from gascompile.training.pipeline.stage_joint import Placed, late_bytes, placed,
 from gascompile.training.pipeline.stage_problem import (
     Staged,
     holders_of,
-    op_seconds,
-    stage_ops,
     staged_of,
 )
 
-_log = logging.getLogger(__name__)
 _MOST_BATCHES = 16  # micro-batches; of 2 stages then 1/17 of the time is idle
 _MOST_CALLS = 8000
 """Ops of a rank's program: solvers and runs walk all of them."""
@@ -253,31 +250,17 @@ class Pipeline:
             return stages_of(begins, size), max(n for n in counts if n <= count)
         workload = costs(joint)
         names = {p: name for p, name in joint.bound.items() if name in joint.gradients}
-        ops = stage_ops(staging, names, workload, num_states)
-        times_s = op_seconds(staging, workload, memory.site)
-        problem = agreed_problem(self._ranks, ops, times_s, memory, has_backward=True)
-        choice = cut_stages(problem, counts)
-        if choice is None:
-            least = problem.ops.least_bytes
-            place = max(range(size), key=least.__getitem__)
-            raise InfeasiblePlanError(
-                tier=memory.site,
-                limit_bytes=min(rank.budget_bytes for rank in problem.ranks),
-                required_bytes=least[place] // max(counts),
-                op=staging.forward[place].name,
-            )
+        of_ops = names, workload, num_states
+        choice, self.note = agreed_cut(
+            self._ranks, staging, of_ops, memory, counts, has_backward=True
+        )
         self.choice = choice
-        self.note = in_words(problem, choice, "a step")
-        _log.info("%s", self.note)
         return stages_of(choice.begins, size), choice.num_batches
 
 
 def _marks(joint: Joint) -> list[object]:
     """Return what has to be equal in the captures of all ranks."""
-    marks: list[object] = [
-        [node.name, str(node.target), [source.name for source in node.all_input_nodes]]
-        for node in joint.graph_module.graph.nodes
-    ]
+    marks = marks_of(joint.graph_module.graph)
     return [*marks, sorted(joint.bound.items()), sorted(joint.gradients)]
 
 

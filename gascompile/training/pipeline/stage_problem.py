@@ -10,12 +10,12 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from gascompile.core.errors import UnsupportedOpError
-from gascompile.core.program import Program, copied_graph
+from gascompile.core.program import copied_graph
 from gascompile.core.workload import Workload
 from gascompile.passes.parallel.cut_stages import StageOps
 from gascompile.passes.parallel.legs import Legs, assign_legs, placeholders, staged
 from gascompile.training.capture.joint import Joint
-from gascompile.training.planning.program_specs import bound_spec, input_spec
+from gascompile.training.planning import program_specs
 from gascompile.training.planning.step_program import StepProgram
 
 _MOST_CUTS = 48
@@ -25,26 +25,10 @@ _MOST_CUTS = 48
 def program_of(joint: Joint, name: str) -> StepProgram:
     """Return forward and backward pass of a micro-batch as a program without updates, for what its ops cost."""
     graph = copied_graph(joint.graph_module.graph)
-    output = graph.output_node()
-    results = [a for a in pytree.tree_leaves(output.args) if isinstance(a, fx.Node)]
-    output.args = (tuple(dict.fromkeys(results)),)
-    nodes = {node.name: node for node in graph.nodes}
-    inputs = (*joint.inputs, *joint.outside)
-    first = next(node for node in graph.nodes if node.op != "placeholder")
-    for placeholder in (*joint.bound, *inputs):
-        first.prepend(nodes[placeholder])
-    program = Program(
-        name=name,
-        graph_module=fx.GraphModule(joint.graph_module, graph),
-        inputs=tuple(input_spec(nodes[node], i) for i, node in enumerate(inputs)),
-        bindings=dict(joint.bound),
-        bound={joint.bound[p]: bound_spec(nodes[p]) for p in joint.bound},
-        states=frozenset(),
-        in_spec=pytree.treespec_dumps(pytree.tree_structure((inputs, {}))),
-        out_spec=pytree.treespec_dumps(pytree.tree_structure(output.args[0])),
-    )
+    leaves = pytree.tree_leaves(graph.output_node().args)
+    results = dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, fx.Node))
     return StepProgram(
-        program=program,
+        program=program_specs.program_of(joint, graph, results, name),
         tiles={},
         outside=tuple(joint.outside.values()),
         num_constants=joint.num_constants,

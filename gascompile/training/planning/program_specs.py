@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
-from gascompile.core.program import BoundSpec, InputSpec, draws
+from gascompile.core.program import BoundSpec, InputSpec, Program, draws
 from gascompile.distributed.stage_ops import is_of_stages
+from gascompile.training.capture.joint import Joint
 from gascompile.training.optimizers import update_ops
 
 
@@ -24,6 +28,27 @@ def input_spec(node: fx.Node, number: int) -> InputSpec:
         return InputSpec(name=node.name, path=path, constant=repr(value))
     dtype = str(value.dtype).removeprefix("torch.")
     return InputSpec(name=node.name, path=path, dtype=dtype, shape=tuple(value.shape))
+
+
+def program_of(joint: Joint, graph: fx.Graph, results: Collection[fx.Node], name: str) -> Program:
+    """Return a joint's graph, or a copy of it, as a program with ``results``; the graph has another output then."""
+    graph.output_node().args = (tuple(results),)
+    nodes = {node.name: node for node in graph.nodes}
+    inputs = (*joint.inputs, *joint.outside)
+    first = next(node for node in nodes.values() if node.op != "placeholder")
+    for placeholder in (*joint.bound, *inputs):
+        first.prepend(nodes[placeholder])
+    own = joint.graph_module
+    return Program(
+        name=name,
+        graph_module=own if graph is own.graph else fx.GraphModule(own, graph),
+        inputs=tuple(input_spec(nodes[node], i) for i, node in enumerate(inputs)),
+        bindings=joint.bound,
+        bound={of: bound_spec(nodes[placeholder]) for placeholder, of in joint.bound.items()},
+        states=frozenset(),
+        in_spec=pytree.treespec_dumps(pytree.tree_structure((inputs, {}))),
+        out_spec=pytree.treespec_dumps(pytree.tree_structure(tuple(results))),
+    )
 
 
 def remove_unused(graph: fx.Graph) -> None:
