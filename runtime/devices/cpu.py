@@ -12,20 +12,41 @@ from gascompile.runtime.memory.early_memory import EarlyMemory
 from gascompile.runtime.protocols import CopyStream, Event, Instant
 
 
-class CpuDevice:
-    """RAM and the processor. What has arrived is in place: there are no events to hold on."""
+class DeviceInRam:
+    """What devices have in common whose memory is RAM and whose time is the processor's."""
 
-    name = "cpu"
     torch_device = torch.device("cpu")
-    is_host = True
     races = None
-    capacity_bytes = None
 
     def arena(self, size_bytes: int, early: EarlyMemory | None = None) -> Arena:
         return Arena(size_bytes, early.take(size_bytes) if early is not None else None)
 
     def pinned(self, size_bytes: int) -> Arena:
         return Arena(size_bytes)
+
+    def clock(self) -> Instant:
+        return time.perf_counter()
+
+    def elapsed_s(self, start: Instant, stop: Instant) -> float:
+        seconds: float = stop - start
+        return seconds
+
+    def peak_bytes(self) -> None:
+        return None
+
+    def graphs(self) -> None:
+        return None
+
+    def out_of_memory(self, what: str, error: BaseException) -> DeviceError:
+        return DeviceError(f"there is no memory for {what}: {error}", cause="device memory")
+
+
+class CpuDevice(DeviceInRam):
+    """RAM and the processor. What has arrived is in place: there are no events to hold on."""
+
+    name = "cpu"
+    is_host = True
+    capacity_bytes = None
 
     def stream(self, link: str, *, ahead: bool = False) -> CopyStream:  # noqa: ARG002
         raise DeviceError(
@@ -41,30 +62,14 @@ class CpuDevice:
     def hold(self, event: Event) -> None:
         event.wait()
 
-    def clock(self) -> Instant:
-        return time.perf_counter()
-
-    def elapsed_s(self, start: Instant, stop: Instant) -> float:
-        seconds: float = stop - start
-        return seconds
-
     def synchronize(self) -> None:
         pass
-
-    def peak_bytes(self) -> None:
-        return None
 
     def place(self, value: torch.Tensor) -> torch.Tensor:
         return value
 
     def keep(self, value: torch.Tensor) -> torch.Tensor:
         return value
-
-    def graphs(self) -> None:
-        return None
-
-    def out_of_memory(self, what: str, error: BaseException) -> DeviceError:
-        return DeviceError(f"there is no memory for {what}: {error}", cause="device memory")
 
     def close(self) -> None:
         pass

@@ -25,10 +25,11 @@ from gascompile.core.errors import DeviceError
 from gascompile.core.machine import Machine
 from gascompile.core.sizes import MIB
 from gascompile.core.waiting import Gate, OwnThread
+from gascompile.runtime.devices.cpu import DeviceInRam
 from gascompile.runtime.devices.pacing import Disorder, Pacing, sleep_until
 from gascompile.runtime.memory.arena import POISON, Arena
 from gascompile.runtime.memory.early_memory import EarlyMemory
-from gascompile.runtime.protocols import Booking, Event, Instant
+from gascompile.runtime.protocols import Booking, Event
 
 _LIBC = ctypes.CDLL(None)
 """Unlike ``ctypes.memmove`` it lets other threads run meanwhile: those of other links, and compute."""
@@ -274,13 +275,11 @@ def _give_way() -> None:
             os.setpriority(os.PRIO_PROCESS, number, nice)
 
 
-class EmulatedDevice:
+class EmulatedDevice(DeviceInRam):
     """The accelerator of a machine whose backend is ``emulated``."""
 
     name = "emulated"
-    torch_device = torch.device("cpu")
     is_host = False
-    races = None
 
     def __init__(
         self, machine: Machine, *, disorder: Disorder | None = None, late: bool = False
@@ -307,10 +306,7 @@ class EmulatedDevice:
                 f"the emulated accelerator of '{self._machine}' has {self.capacity_bytes} bytes, the arena takes "
                 f"{size_bytes}; plan for a smaller budget"
             )
-        return Arena(size_bytes, early.take(size_bytes) if early is not None else None)
-
-    def pinned(self, size_bytes: int) -> Arena:
-        return Arena(size_bytes)
+        return super().arena(size_bytes, early)
 
     def stream(self, link: str, *, ahead: bool = False) -> EmulatedStream:
         key = (link, ahead)
@@ -341,19 +337,9 @@ class EmulatedDevice:
         end_s = event.end_s if isinstance(event, _Copy) else given_s
         self._lag_s = max(time.perf_counter() - max(given_s, end_s), 0.0)
 
-    def clock(self) -> Instant:
-        return time.perf_counter()
-
-    def elapsed_s(self, start: Instant, stop: Instant) -> float:
-        seconds: float = stop - start
-        return seconds
-
     def synchronize(self) -> None:
         for stream in list(self._streams.values()):
             stream.synchronize()
-
-    def peak_bytes(self) -> None:
-        return None
 
     def place(self, value: torch.Tensor) -> torch.Tensor:
         # What the host holds is not in the accelerator's memory: inputs take room there, as on a real one.
@@ -361,12 +347,6 @@ class EmulatedDevice:
 
     def keep(self, value: torch.Tensor) -> torch.Tensor:
         return value.clone(memory_format=torch.contiguous_format)
-
-    def graphs(self) -> None:
-        return None
-
-    def out_of_memory(self, what: str, error: BaseException) -> DeviceError:
-        return DeviceError(f"there is no memory for {what}: {error}", cause="device memory")
 
     def close(self) -> None:
         for stream in self._streams.values():

@@ -87,9 +87,6 @@ class DeviceValues(Persistent):
     def host_bytes(self) -> int:
         return self._moves.host_bytes
 
-    def changed(self, names: Iterable[str]) -> None:
-        super().changed(names)
-
     def _forget_slots(self, names: Iterable[str]) -> None:
         names = tuple(names)
         super()._forget_slots(names)
@@ -115,14 +112,8 @@ class DeviceValues(Persistent):
         # Of single sets and dicts: the thread of the device goes on with its own tensors meanwhile.
         names = tuple(names)
         for name in names:
-            if name in self._sources:
-                self._spill.take_slot(name, self.sizes[name])
             self._host_parts.pop(name, None)
-        self.num_changes += len(names)
-        super()._forget_slots(names)
-        for name in names:
-            if name in self._sources:
-                self._sources.leave(name)
+        self._changed(names, super()._forget_slots)
 
     def patched(self, name: str, spans: Sequence[Span]) -> None:
         is_block = name in self._moves.host.blocks
@@ -154,12 +145,6 @@ class DeviceValues(Persistent):
         # Last: whatever interrupts this, a slot that was not written is not taken for the value.
         (self._on_host if to_host else self._valid).add(name)
         return ticket
-
-    def drop(self, name: str) -> None:
-        self._require_kept(name)
-        # Before: who is interrupted in between takes memory for it that it has.
-        self._away.add(name)
-        self.tensors[name].untyped_storage().resize_(0)
 
     def read(self, name: str, *, link: str | None = None, after: Event | None = None) -> Ticket:
         assert link is not None, "a device's values come over a link"
@@ -268,9 +253,8 @@ class DeviceValues(Persistent):
     def _is_on_host(self, name: str) -> bool:
         return name in self._on_host and self._moves.host.has(name)
 
-    def _require_kept(self, name: str) -> None:
-        if name not in self._valid and not self._is_on_host(name):
-            raise StorageError(f"'{name}' would lose its value: it was not written before it left")
+    def _is_kept(self, name: str) -> bool:
+        return super()._is_kept(name) or self._is_on_host(name)
 
     def _content(self, name: str) -> torch.Tensor:
         return bytes_of(self.tensors[name].untyped_storage())

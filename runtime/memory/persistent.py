@@ -151,12 +151,14 @@ class Persistent:
         Raises:
             StorageError: the drive has too little space for one that was never written.
         """
-        names = tuple(names)
+        self._changed(tuple(names), self._forget_slots)
+
+    def _changed(self, names: tuple[str, ...], forget: Callable[[tuple[str, ...]], None]) -> None:
         for name in names:
             if name in self._sources:
                 self._spill.take_slot(name, self.sizes[name])
         self.num_changes += len(names)
-        self._forget_slots(names)
+        forget(names)
         for name in names:
             if name in self._sources:
                 # Last: an interrupt before leaves a value in memory that is not taken for the file's.
@@ -215,11 +217,17 @@ class Persistent:
         Raises:
             StorageError: its slot does not hold its value.
         """
-        if name not in self._valid:
-            raise StorageError(f"'{name}' would lose its value: it was not written before it left")
+        self._require_kept(name)
         # Before: who is interrupted in between takes memory for it that it has.
         self._away.add(name)
         self.tensors[name].untyped_storage().resize_(0)
+
+    def _require_kept(self, name: str) -> None:
+        if not self._is_kept(name):
+            raise StorageError(f"'{name}' would lose its value: it was not written before it left")
+
+    def _is_kept(self, name: str) -> bool:
+        return name in self._valid
 
     def read(self, name: str, *, link: str | None = None, after: Event | None = None) -> Ticket:
         """Take memory for a tensor and start reading it; see ``write``."""

@@ -8,13 +8,7 @@ import torch
 def over(
     storage: torch.UntypedStorage, like: torch.Tensor, offset: int | None = None
 ) -> torch.Tensor:
-    """Return a tensor over ``storage`` that lies in it as ``like`` does in its own memory.
-
-    Args:
-        storage: holds at least what the layout reaches.
-        like: whose dtype, shape and strides it gets; of any device.
-        offset: elements from the storage's start; where ``like`` begins, if ``None``.
-    """
+    """Return a tensor that lies in ``storage`` as ``like`` does in its own, from ``offset`` on, if that is given."""
     begin = like.storage_offset() if offset is None else offset
     empty = torch.empty(0, dtype=like.dtype, device=storage.device)
     return empty.set_(storage, begin, like.shape, like.stride())
