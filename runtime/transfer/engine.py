@@ -24,7 +24,7 @@ from gascompile.core.waiting import Pool
 from gascompile.runtime.protocols import Delivery, Event, Reader, Receive, read_at
 from gascompile.runtime.transfer.files import SourceFile, SourceFiles
 from gascompile.runtime.transfer.read_plan import InPlace, Landing, Piece, plan_landing
-from gascompile.runtime.transfer.under_way import UnderWay
+from gascompile.runtime.transfer.under_way import UnderWay, cancelled, ends_too_early
 
 DIRECT = "O_DIRECT"
 PAGE_CACHE = "page cache"
@@ -183,12 +183,7 @@ class _Reads:
         """Leave the chunks that nobody has taken; a request whose last one is in flight will be whole."""
         rest = len(list(request.untaken))
         if rest:
-            name = request.landing.name
-            request.fail(
-                StorageError(
-                    f"the read of '{name}' was cancelled: its run or its session has ended"
-                )
-            )
+            request.fail(cancelled(request.landing.name))
             request.finish(rest)
 
     def help(self, request: _Request) -> None:
@@ -270,10 +265,7 @@ class _Reads:
             except OSError as error:
                 raise _read_error(piece, name, error) from error
             if not count:
-                raise StorageError(
-                    f"{piece.path} ends too early: '{name}' needs {piece.needed_bytes} bytes at offset "
-                    f"{piece.offset}, the file has {done} of them; the file is truncated, fetch it again"
-                )
+                raise ends_too_early(piece, name, done)
             done += count
         if hasattr(os, "posix_fadvise"):
             # Weights are read once per staged copy: kept pages would only push out what others need.

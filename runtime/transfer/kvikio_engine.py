@@ -33,7 +33,7 @@ from gascompile.runtime.transfer.kvikio_path import (
     path_taken,
 )
 from gascompile.runtime.transfer.read_plan import InPlace, Landing, Piece
-from gascompile.runtime.transfer.under_way import UnderWay
+from gascompile.runtime.transfer.under_way import UnderWay, cancelled, ends_too_early
 
 if TYPE_CHECKING:
     from gascompile.runtime.protocols import Event, Memory, Receive
@@ -152,10 +152,7 @@ class _Flight:
             except (RuntimeError, OSError) as error:
                 raise _read_error(piece, self._name, error) from error
             if count < piece.needed_bytes:
-                raise StorageError(
-                    f"{piece.path} ends too early: '{self._name}' needs {piece.needed_bytes} bytes at "
-                    f"offset {piece.offset}, the file has {count} of them; the file is truncated, fetch it again"
-                )
+                raise ends_too_early(piece, self._name, count)
 
     def abandon(self) -> None:
         """Wait until nothing writes any more, whatever became of the chunk."""
@@ -294,9 +291,7 @@ class _Serves:
 
     def cancel(self, request: _Request) -> None:
         """End a request that has not begun."""
-        request.error = StorageError(
-            f"the read of '{request.landing.name}' was cancelled: its run or its session has ended"
-        )
+        request.error = cancelled(request.landing.name)
         request.gate.open()
 
     def _serve(self, request: _Request) -> None:

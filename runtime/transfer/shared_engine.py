@@ -24,6 +24,7 @@ from gascompile.core.waiting import Gate, OwnThread
 from gascompile.runtime.collectives.local_ranks import NUM_FLAGS, LocalRanks
 from gascompile.runtime.protocols import Event, Ticket, TransferEngine
 from gascompile.runtime.transfer.read_plan import Landing, Piece
+from gascompile.runtime.transfer.under_way import cancelled
 
 _LEAST_BYTES = 256 << 10
 """Of a part: what is smaller is left to one rank, to each in its turn."""
@@ -200,9 +201,7 @@ class _Parts:
             self._waiting.append(message)
             return
         for load in self._waiting:
-            load.error = StorageError(
-                f"the read of '{load.landing.name}' was cancelled: its run or its session has ended"
-            )
+            load.error = cancelled(load.landing.name)
         self._waiting.clear()
         self._ends = self._ends or message is None
         if message is not None:

@@ -8,6 +8,7 @@ from gascompile.core.errors import StorageError
 from gascompile.core.patience import Watch
 from gascompile.core.waiting import Gate
 from gascompile.runtime.protocols import Event
+from gascompile.runtime.transfer.read_plan import Piece
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -35,6 +36,19 @@ class UnderWay:
             raise StorageError(str(self.error)) from self.error.__cause__
         if self.error is not None:
             raise self.error
+
+
+def cancelled(name: str) -> StorageError:
+    """Return the error of a read that was not begun, or not ended."""
+    return StorageError(f"the read of '{name}' was cancelled: its run or its session has ended")
+
+
+def ends_too_early(piece: Piece, name: str, count: int) -> StorageError:
+    """Return the error of a file that has ``count`` of a piece's bytes."""
+    return StorageError(
+        f"{piece.path} ends too early: '{name}' needs {piece.needed_bytes} bytes at offset {piece.offset}, the file "
+        f"has {count} of them; the file is truncated, fetch it again"
+    )
 
 
 def moving_failed(name: str, error: Exception) -> StorageError:
