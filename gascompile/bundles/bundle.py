@@ -36,7 +36,7 @@ from gascompile.bundles.files import (
 from gascompile.capture.saved.program_io import program_from_json, program_to_json
 from gascompile.core import serial
 from gascompile.core.errors import FormatError, StorageError
-from gascompile.core.files import exchange, open_regular
+from gascompile.core.files import exchange, open_regular, umask
 from gascompile.core.kernels import Fusion, KernelFiles
 from gascompile.core.plan import Plan
 from gascompile.core.program import BoundSpec, Program
@@ -94,7 +94,7 @@ def write_bundle(
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.")
-        Path(temporary).chmod(0o777 & ~_umask())  # mkdtemp makes folders for this user alone
+        Path(temporary).chmod(0o777 & ~umask())  # mkdtemp makes folders for this user alone
         for name, raw in contents.items():
             serial.write_atomic(Path(temporary) / name, raw)
         for source, inside in enclosed.items():
@@ -224,12 +224,6 @@ def _read_kernels(raw: Mapping[str, bytes], folder: Path) -> dict[str, KernelFil
             )
         kernels[digest] = files
     return kernels
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _link_or_copy(source: str, target: Path) -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 from gascompile.bundles.bundle import content_stamp
 from gascompile.core import serial
 from gascompile.core.errors import FormatError, StorageError
+from gascompile.core.files import boot_id, identity_of
 from gascompile.core.progress import task
 from gascompile.core.sources import FileStamp
 
 Compare = Callable[[str, bytes, Sequence[int]], list[list[int]]]
 """Returns each rank's numbers, once all ranks are there with the same facts; raises where they differ."""
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def content_of(path: str, cache_dir: Path) -> str:
@@ -59,9 +59,6 @@ def require_same_files(paths: Sequence[str], compare: Compare, cache_dir: Path) 
 
 def _identity(path: str) -> list[str]:
     try:
-        stat = os.stat(path)
+        return [boot_id(), *map(str, identity_of(path))]
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
-    boot = _BOOT.read_text(encoding="ascii").strip() if _BOOT.exists() else ""
-    numbers = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
-    return [boot, *map(str, numbers)]

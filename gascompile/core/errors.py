@@ -10,6 +10,11 @@ from dataclasses import dataclass
 from gascompile.core.sizes import format_enough, format_size
 
 
+def first_line_of(error: BaseException, most: int = 500) -> str:
+    """Return the first line of what an error says, at most so many characters; its class where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:most]
+
+
 class GASCompileError(Exception):
     """Root of every error that GASCompile raises for a job that failed."""
 

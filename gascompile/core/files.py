@@ -10,9 +10,11 @@ import ctypes
 import errno
 import os
 import stat
+from pathlib import Path
 
 from gascompile.core.errors import FormatError, StorageError
 
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 _HERE, _EXCHANGE = -100, 2
 """AT_FDCWD and RENAME_EXCHANGE of Linux."""
 MAX_JSON_BYTES = 256 << 20
@@ -130,3 +132,21 @@ def exchange(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool
     if code in (errno.ENOSYS, errno.EINVAL):
         return False
     raise OSError(code, os.strerror(code), os.fsdecode(one))
+
+
+def umask() -> int:
+    """Return what this process leaves out of the permissions of new files."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def identity_of(path: str | os.PathLike[str]) -> list[int]:
+    """Return numbers that a file has no more once it is written to or replaced; raises ``OSError``."""
+    of = os.stat(path)
+    return [of.st_dev, of.st_ino, of.st_size, of.st_mtime_ns, of.st_ctime_ns]
+
+
+def boot_id() -> str:
+    """Return what this boot of the machine is called, as far as it says: what disks hold may be lost at the next."""
+    return _BOOT.read_text(encoding="ascii").strip() if _BOOT.exists() else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 from gascompile.core.serial import json_name
@@ -16,6 +17,11 @@ class FileStamp:
     mtime_ns: int
     digest: str = ""
     """BLAKE2b of the content where it was computed (bundles), else of what says where its tensors lie."""
+
+    @classmethod
+    def of(cls, path: str, stat: os.stat_result, digest: str) -> FileStamp:
+        """Return the stamp of a file that was found so."""
+        return cls(path=path, size_bytes=stat.st_size, mtime_ns=stat.st_mtime_ns, digest=digest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

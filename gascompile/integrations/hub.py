@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gascompile.core.errors import CheckpointError
+from gascompile.core.errors import CheckpointError, first_line_of
 
 _FILES = ["*.json", "*.txt", "*.model", "*.jinja", "model*.safetensors"]
 """Of a model and its tokenizer; formats that are not read in place are left where they are."""
@@ -36,8 +36,8 @@ def fetch(name: str, revision: str | None = None) -> Path:
         return folder
     except (OSError, ValueError) as error:
         # What the library raises is one of these, whatever went wrong.
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line_of(error, 1000)
         raise CheckpointError(
             f"{name[:1000]!r} is neither a folder here nor a model that could be fetched from the Hugging Face Hub: "
-            f"{reason[:1000]} Check the name and the connection (HF_HUB_OFFLINE, HF_TOKEN), or pass a folder"
+            f"{reason} Check the name and the connection (HF_HUB_OFFLINE, HF_TOKEN), or pass a folder"
         ) from error

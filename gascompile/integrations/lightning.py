@@ -24,11 +24,10 @@ from torch.utils import _pytree as pytree
 
 from gascompile.core.budget import Budget
 from gascompile.core.errors import UnsupportedOpError
+from gascompile.integrations.step_options import own_options
 from gascompile.training.compile_step import compile_step
 from gascompile.training.step import TrainingStep
 
-_TRAINERS_OWN = ("accumulate", "max_grad_norm", "example_batch", "optimizer", "loss_fn", "model")
-"""What Lightning's ``Trainer`` says, or has, in place of ``compile_step``'s arguments."""
 _HOOKS = (
     "backward",
     "configure_gradient_clipping",
@@ -70,11 +69,8 @@ class GasStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # the library ma
             ValueError: ``step_options`` has what the trainer says.
         """
         super().__init__(device="cpu", **options)
-        self._budget, self._step_options = budget, dict(step_options or {})
-        if twice := sorted(self._step_options.keys() & {*_TRAINERS_OWN, "budget"}):
-            raise ValueError(
-                f"step_options has '{twice[0]}', which the trainer or its module say; leave it out"
-            )
+        self._budget = budget
+        self._step_options = own_options(step_options, "the trainer or its module")
         self._step: TrainingStep | None = None
         self._count = 1
         self._logs: list[tuple[str, dict[str, Any]]] = []

@@ -17,12 +17,11 @@ from transformers.optimization import AdafactorSchedule
 
 from gascompile.core.budget import Budget
 from gascompile.core.errors import UnsupportedOpError
+from gascompile.integrations.step_options import own_options
 from gascompile.training.compile_step import compile_step
 from gascompile.training.step import TrainingStep
 
 _log = logging.getLogger(__name__)
-_TRAINERS_OWN = ("accumulate", "max_grad_norm", "example_batch", "optimizer", "loss_fn", "model")
-"""What ``TrainingArguments`` say, or the trainer has, in place of ``compile_step``'s arguments."""
 
 
 class GasTrainer(Trainer):
@@ -56,11 +55,7 @@ class GasTrainer(Trainer):
         """
         super().__init__(*args, **options)
         self._budget = budget
-        self._step_options = dict(step_options or {})
-        if twice := sorted(self._step_options.keys() & {*_TRAINERS_OWN, "budget"}):
-            raise ValueError(
-                f"step_options has '{twice[0]}', which the trainer's own arguments say; leave it out"
-            )
+        self._step_options = own_options(step_options, "the trainer's own arguments")
         self._step: TrainingStep | None = None
         self._planned: _PlannedOptimizer | None = None
         _require_followed(self)

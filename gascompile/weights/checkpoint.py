@@ -18,6 +18,7 @@ from gascompile.core.sources import Extent, FileStamp, WeightSource
 from gascompile.formats.packings import packing_of
 from gascompile.weights.gguf import MAGIC, Scalar, read_gguf_header
 from gascompile.weights.onnx_file import is_onnx, read_onnx
+from gascompile.weights.opening import opened
 from gascompile.weights.quantisation import quantisation_of
 
 if TYPE_CHECKING:
@@ -207,26 +208,21 @@ def _shards(index: Path) -> list[str]:
 
 def read_safetensors_header(file: Path) -> tuple[dict[str, WeightSource], FileStamp]:
     """Return the tensors of one safetensors file and its stamp; raises ``CheckpointError``."""
-    try:
-        with open(open_regular(file), "rb") as stream:
-            stat = os.fstat(stream.fileno())
-            prefix = stream.read(8)
-            if len(prefix) < 8:
-                raise CheckpointError(
-                    f"{file} is truncated: {len(prefix)} bytes are no safetensors header"
-                )
-            (header_bytes,) = struct.unpack("<Q", prefix)
-            if header_bytes > min(MAX_HEADER_BYTES, stat.st_size - 8):
-                other = ", nor one of torch.save" if file.suffix in _PICKLED else ""
-                raise CheckpointError(
-                    f"{file} is truncated or not a safetensors file{other}: it says that its header has {header_bytes} "
-                    f"bytes, the file has {stat.st_size}; download it again"
-                )
-            raw = stream.read(header_bytes)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {file}: {error.strerror or error}") from error
-    except StorageError as error:
-        raise CheckpointError(str(error)) from error
+    with opened(file) as stream:
+        stat = os.fstat(stream.fileno())
+        prefix = stream.read(8)
+        if len(prefix) < 8:
+            raise CheckpointError(
+                f"{file} is truncated: {len(prefix)} bytes are no safetensors header"
+            )
+        (header_bytes,) = struct.unpack("<Q", prefix)
+        if header_bytes > min(MAX_HEADER_BYTES, stat.st_size - 8):
+            other = ", nor one of torch.save" if file.suffix in _PICKLED else ""
+            raise CheckpointError(
+                f"{file} is truncated or not a safetensors file{other}: it says that its header has {header_bytes} "
+                f"bytes, the file has {stat.st_size}; download it again"
+            )
+        raw = stream.read(header_bytes)
     try:
         header = parse_json(raw, where="its header")
     except FormatError as error:
@@ -242,13 +238,7 @@ def read_safetensors_header(file: Path) -> tuple[dict[str, WeightSource], FileSt
         if name != "__metadata__"
     }
     _check_coverage(file, header, data_bytes)
-    stamp = FileStamp(
-        path=str(file.resolve()),
-        size_bytes=stat.st_size,
-        mtime_ns=stat.st_mtime_ns,
-        digest=serial.raw_digest(raw),
-    )
-    return sources, stamp
+    return sources, FileStamp.of(str(file.resolve()), stat, serial.raw_digest(raw))
 
 
 def _source(file: Path, name: str, entry: Any, data_start: int, data_bytes: int) -> WeightSource:

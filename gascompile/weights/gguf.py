@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from gascompile.core import serial
-from gascompile.core.errors import CheckpointError, StorageError
-from gascompile.core.files import open_regular
+from gascompile.core.errors import CheckpointError
 from gascompile.core.sizes import align_up
 from gascompile.core.sources import Extent, FileStamp, WeightSource
 from gascompile.formats.layout import BLOCKS
+from gascompile.weights.opening import opened
 
 MAGIC: Final = b"GGUF"
 Scalar = int | float | bool | str
@@ -118,21 +118,12 @@ def read_gguf_header(file: Path) -> GgufHeader:
         CheckpointError: it cannot be read, is truncated or corrupt, one of several parts, or has tensors of a type
             that is not known.
     """
-    try:
-        with open(open_regular(file), "rb") as stream:
-            stat = os.fstat(stream.fileno())
-            cursor = _Cursor(stream, file, stat.st_size)
-            metadata, sources = _parse(cursor)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {file}: {error.strerror or error}") from error
-    except StorageError as error:
-        raise CheckpointError(str(error)) from error
-    stamp = FileStamp(
-        path=str(file.resolve()),
-        size_bytes=stat.st_size,
-        mtime_ns=stat.st_mtime_ns,
-        digest=serial.raw_digest(cursor.raw[: cursor.position]),
-    )
+    with opened(file) as stream:
+        stat = os.fstat(stream.fileno())
+        cursor = _Cursor(stream, file, stat.st_size)
+        metadata, sources = _parse(cursor)
+    digest = serial.raw_digest(cursor.raw[: cursor.position])
+    stamp = FileStamp.of(str(file.resolve()), stat, digest)
     return GgufHeader(sources=sources, metadata=metadata, stamp=stamp)
 
 

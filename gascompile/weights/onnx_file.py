@@ -16,9 +16,10 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
 from gascompile.core import serial
-from gascompile.core.errors import CheckpointError, StorageError
+from gascompile.core.errors import CheckpointError, first_line_of
 from gascompile.core.files import is_file, open_regular
 from gascompile.core.sources import Extent, FileStamp, WeightSource
+from gascompile.weights.opening import opened
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -83,11 +84,10 @@ def read_onnx(file: Path) -> OnnxFile:
         else:
             constants[tensor.name] = (source.dtype, source.shape, _content(file, tensor, source))
     _check_overlaps(file, weights)
-    own = FileStamp(
-        path=str(file.resolve()), size_bytes=stat.st_size, mtime_ns=stat.st_mtime_ns, digest=digest
-    )
+    own = FileStamp.of(str(file.resolve()), stat, digest)
     paths = {extent.path for source in weights.values() for extent in source.extents} - {own.path}
-    others = tuple(_stamp(path, digest) for path in sorted(paths))
+    # Of external data, the model's file says where tensors lie.
+    others = tuple(FileStamp.of(path, os.stat(path), digest) for path in sorted(paths))
     return OnnxFile(model=model, weights=weights, constants=constants, stamps=(own, *others))
 
 
@@ -121,25 +121,21 @@ def _proto(file: Path) -> tuple[Any, os.stat_result, str]:
     import onnx
     from google.protobuf.message import DecodeError
 
-    try:
-        with open(open_regular(file), "rb") as stream:
-            stat = os.fstat(stream.fileno())
-            raw = stream.read()
-        proto = onnx.ModelProto.FromString(raw)
-        # By its path: where external data lies is checked, too.
-        onnx.checker.check_model(str(file))
-    except OSError as error:
-        raise CheckpointError(f"cannot read {file}: {error.strerror or error}") from error
-    except StorageError as error:
-        raise CheckpointError(str(error)) from error
-    except (DecodeError, onnx.checker.ValidationError, ValueError, RuntimeError) as error:
-        raise _damaged(file, error) from error
+    with opened(file) as stream:
+        stat = os.fstat(stream.fileno())
+        raw = stream.read()
+        try:
+            proto = onnx.ModelProto.FromString(raw)
+            # By its path: where external data lies is checked, too.
+            onnx.checker.check_model(str(file))
+        except (DecodeError, onnx.checker.ValidationError, ValueError, RuntimeError) as error:
+            raise _damaged(file, error) from error
     return proto, stat, serial.raw_digest(raw)
 
 
 def _damaged(file: Path, error: Exception) -> CheckpointError:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-    return CheckpointError(f"{file} is damaged or no ONNX model: {ascii(reason)[1:-1]}")
+    reason = ascii(first_line_of(error, 300))[1:-1]
+    return CheckpointError(f"{file} is damaged or no ONNX model: {reason}")
 
 
 def _inferred(file: Path, proto: Any) -> onnx_ir.Model:
@@ -282,12 +278,6 @@ def _check_overlaps(file: Path, weights: Mapping[str, WeightSource]) -> None:
             raise CheckpointError(
                 f"{file}: two weights overlap at byte {after[1]} of {after[0]}; the file is corrupt: export it again"
             )
-
-
-def _stamp(path: str, digest: str) -> FileStamp:
-    """Return the stamp of a file of external data, whose tensors lie where the model's file says."""
-    stat = os.stat(path)
-    return FileStamp(path=path, size_bytes=stat.st_size, mtime_ns=stat.st_mtime_ns, digest=digest)
 
 
 def _inline_offsets(file: Path, proto: Any) -> dict[int, Extent]:

@@ -22,10 +22,10 @@ from typing import Any, BinaryIO, Final
 import torch
 from torch import nn
 
-from gascompile.core.errors import CheckpointError, StorageError
-from gascompile.core.files import open_regular
+from gascompile.core.errors import CheckpointError, first_line_of
 from gascompile.core.sources import Extent, FileStamp, WeightSource
 from gascompile.weights.checkpoint import FILE_DTYPES, MAX_HEADER_BYTES
+from gascompile.weights.opening import opened
 
 _CONTAINERS: Final = ("state_dict", "model_state_dict", "model")
 """Under which training loops keep a model beside their optimizer and counters."""
@@ -56,24 +56,17 @@ def read_pickled_header(file: Path) -> tuple[dict[str, WeightSource], FileStamp]
         CheckpointError: the file is damaged, of the format before torch 1.6, or holds something that the safe loader
             refuses or that cannot be read in place.
     """
-    try:
-        with open(open_regular(file), "rb") as stream:
-            stat = os.fstat(stream.fileno())
-            archive = _archive(file, stream)
-            stream.seek(0)
-            tensors = _tensors(file, _loaded(file, stream))
-            now = os.fstat(stream.fileno())
-    except OSError as error:
-        raise CheckpointError(f"cannot read {file}: {error.strerror or error}") from error
-    except StorageError as error:
-        raise CheckpointError(str(error)) from error
+    with opened(file) as stream:
+        stat = os.fstat(stream.fileno())
+        archive = _archive(file, stream)
+        stream.seek(0)
+        tensors = _tensors(file, _loaded(file, stream))
+        now = os.fstat(stream.fileno())
     if (now.st_size, now.st_mtime_ns) != (stat.st_size, stat.st_mtime_ns):
         raise CheckpointError(f"{file} was written to while it was read; wait for the writer")
     path = str(file.resolve())
     sources = {name: _source(file, path, name, t, archive.records) for name, t in tensors.items()}
-    return sources, FileStamp(
-        path=path, size_bytes=stat.st_size, mtime_ns=stat.st_mtime_ns, digest=archive.digest
-    )
+    return sources, FileStamp.of(path, stat, archive.digest)
 
 
 def _archive(file: Path, stream: BinaryIO) -> _Archive:
@@ -157,7 +150,7 @@ def _loaded(file: Path, stream: BinaryIO) -> Any:
 
 
 def _damaged(file: Path, error: Exception) -> CheckpointError:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+    reason = first_line_of(error, 300)
     return CheckpointError(
         f"{file} is truncated, corrupt or no file of torch.save ({reason}); download it again"
     )

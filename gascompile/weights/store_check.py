@@ -15,13 +15,13 @@ from pathlib import Path
 
 from gascompile.core import serial
 from gascompile.core.errors import CheckpointError, FormatError, StorageError
+from gascompile.core.files import boot_id, identity_of
 from gascompile.core.progress import task
 
 NOTES = ".checked.json"
 """Name of the file of notes in a store's folder."""
 _BLOCK_BYTES = 4 << 20  # read at once, to be hashed
 _DIGEST_BYTES = 20  # of the digest of a file
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 _log = logging.getLogger("gascompile")
 
@@ -67,7 +67,7 @@ def is_whole(path: Path, holds: Callable[[Advance], bool]) -> bool:
     """
     if not path.exists():
         return False
-    before = _stamp(path)
+    before = identity_of(path)
     if _noted(path.parent).get(path.name) == before:
         return True
     try:
@@ -76,7 +76,7 @@ def is_whole(path: Path, holds: Callable[[Advance], bool]) -> bool:
     except (OSError, EOFError, ValueError, KeyError, TypeError, CheckpointError) as error:
         _log.warning("%s cannot be read (%s) and is made again", path, error)
         return False
-    if whole and _stamp(path) == before:
+    if whole and identity_of(path) == before:
         note_whole(path)
     elif not whole:
         _log.warning("%s does not hold what was written to it and is made again", path)
@@ -87,10 +87,10 @@ def note_whole(path: Path) -> None:
     """Believe until the next boot that a file holds what it should, unless it changes."""
     known = _noted(path.parent)
     known = {name: stamp for name, stamp in known.items() if (path.parent / name).exists()}
-    known[path.name] = _stamp(path)
+    known[path.name] = identity_of(path)
     try:
         serial.write_atomic(
-            path.parent / NOTES, json.dumps({"boot": _boot(), "files": known}, indent=1)
+            path.parent / NOTES, json.dumps({"boot": boot_id(), "files": known}, indent=1)
         )
     except StorageError as error:
         _log.warning("that %s is whole is not kept: %s", path, error)
@@ -101,17 +101,8 @@ def _noted(folder: Path) -> dict[str, list[int]]:
         return {}
     try:
         notes = serial.read_json(folder / NOTES)
-        files = notes["files"] if notes["boot"] == _boot() else {}
+        files = notes["files"] if notes["boot"] == boot_id() else {}
         return {str(name): list(stamp) for name, stamp in files.items()}
     except (FormatError, StorageError, KeyError, TypeError, AttributeError):
         # Whoever damaged the notes may have damaged the files.
         return {}
-
-
-def _stamp(path: Path) -> list[int]:
-    stat = os.stat(path)
-    return [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
-
-
-def _boot() -> str:
-    return _BOOT.read_text(encoding="ascii").strip() if _BOOT.exists() else ""

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 from gascompile.core import serial
 from gascompile.core.errors import CheckpointError, FormatError, StorageError
-from gascompile.core.files import open_regular
+from gascompile.core.files import identity_of, open_regular
 from gascompile.core.sources import WeightSource
 
 NOTES: Final = ".equal.json"
@@ -96,12 +95,9 @@ def _blocks(source: WeightSource) -> Iterator[bytes]:
 
 def _identity(one: WeightSource, other: WeightSource) -> str:
     """Return a digest of where two weights lie, and of what says that files are what they were."""
-    said = []
+    said: list[list[int]] = []
     for source in (one, other):
-        for extent in source.extents:
-            stat = os.stat(extent.path)
-            identity = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
-            said.append([*identity, extent.offset, extent.size_bytes])
+        said += [[*identity_of(of.path), of.offset, of.size_bytes] for of in source.extents]
         said.append([])
     return serial.raw_digest(json.dumps(said).encode())
 

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gascompile.core.deferral import deferring, safe_point
-from gascompile.core.errors import UnsupportedOpError
+from gascompile.core.errors import UnsupportedOpError, first_line_of
 from gascompile.core.parts import part_bytes
 from gascompile.core.program import Dim, Program
 from gascompile.core.true_strides import true_strides
@@ -171,7 +171,7 @@ def _run_node(
         if facts.has_one_dtype and len({v.shape for v in tensors}) == 1 and tensors[0].ndim:
             facts.features = int(tensors[0].shape[-1])
     except _REFUSALS as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = first_line_of(error)
         if not isinstance(node.target, torch._ops.OpOverload):
             raise UnsupportedOpError(
                 f"op '{node.name}' calls {getattr(node.target, '__name__', node.target)}, which is no ATen op "

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gascompile.weights import store_check
+from gascompile.core import files
 from gascompile.weights.checkpoint import open_checkpoint
 from gascompile.weights.convert import Item, conversion_errors, converted
 from gascompile.weights.store import content_digest, file_digest, spill
@@ -105,7 +105,7 @@ def test_what_was_found_whole_is_believed_until_the_next_boot(
     make(tmp_path)
     assert not reads
     (tmp_path / "boot").write_text("another\n", encoding="ascii")
-    monkeypatch.setattr(store_check, "_BOOT", tmp_path / "boot")
+    monkeypatch.setattr(files, "_BOOT", tmp_path / "boot")
     make(tmp_path)
     assert set(reads) == {path.name}
 

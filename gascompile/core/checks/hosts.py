@@ -10,6 +10,7 @@ from pathlib import Path
 
 from gascompile.core import serial
 from gascompile.core.checks.machine import check_machine
+from gascompile.core.checks.machine_files import preset_names
 from gascompile.core.errors import FormatError, StorageError
 from gascompile.core.files import is_file
 from gascompile.core.hosts import Hosts, Interconnect
@@ -45,9 +46,7 @@ def named_hosts(hosts: Hosts | str | os.PathLike[str]) -> Hosts:
 
 def host_presets() -> tuple[str, ...]:
     """Return the names of the hosts that ship with the package, from datasheets."""
-    folder = resources.files("gascompile.cost_models") / "presets" / "hosts"
-    names = (entry.name for entry in folder.iterdir())
-    return tuple(sorted(name.removesuffix(".json") for name in names if name.endswith(".json")))
+    return preset_names("hosts")
 
 
 def load_hosts(path: str | os.PathLike[str]) -> Hosts:

@@ -40,9 +40,9 @@ def named_machine(machine: Machine | str | os.PathLike[str]) -> Machine:
     )
 
 
-def preset_names() -> tuple[str, ...]:
-    """Return the names of the machines that ship with the package, from datasheets."""
-    folder = resources.files("gascompile.cost_models") / "presets"
+def preset_names(below: str = "") -> tuple[str, ...]:
+    """Return the names of what ships with the package, from datasheets: machines, or another folder's presets."""
+    folder = resources.files("gascompile.cost_models") / "presets" / below
     names = (entry.name for entry in folder.iterdir())
     return tuple(sorted(name.removesuffix(".json") for name in names if name.endswith(".json")))
 

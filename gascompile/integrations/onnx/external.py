@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final
 import torch
 
 from gascompile.core.errors import StorageError
-from gascompile.core.files import open_regular
+from gascompile.core.files import open_regular, umask
 from gascompile.core.sizes import align_up, format_size
 from gascompile.core.sources import Extent, WeightSource
 from gascompile.weights.onnx_file import DTYPES
@@ -86,7 +86,7 @@ def partial_file(target: Path) -> Iterator[tuple[BinaryIO, Path]]:
         descriptor, name = tempfile.mkstemp(".partial", f".{target.name}.", target.parent)
         temporary = Path(name)
         with os.fdopen(descriptor, "wb") as stream:
-            temporary.chmod(0o666 & ~_umask())  # mkstemp makes files for this user alone
+            temporary.chmod(0o666 & ~umask())  # mkstemp makes files for this user alone
             yield stream, temporary
     except OSError as error:
         reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or error
@@ -96,12 +96,6 @@ def partial_file(target: Path) -> Iterator[tuple[BinaryIO, Path]]:
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
 
 
 def copy_weight(source: WeightSource, stream: BinaryIO, advance: Callable[[int], None]) -> int:

@@ -26,7 +26,7 @@ from torch.export.graph_signature import (
 )
 from torch.utils import _pytree as pytree
 
-from gascompile.core.errors import CheckpointError, UnsupportedOpError
+from gascompile.core.errors import CheckpointError, UnsupportedOpError, first_line_of
 from gascompile.core.model_libraries import register_pytrees
 from gascompile.core.program import Dim, Program, copied_graph
 from gascompile.integrations.onnx.grouped_products import translations
@@ -215,7 +215,7 @@ def _reason(error: BaseException) -> str:
     while inner.__cause__ is not None:
         inner = inner.__cause__
         node = node or re.search(r"when translating node (%\S+)", str(inner))
-    text = (str(inner).strip().splitlines() or [type(inner).__name__])[0][:500]
+    text = first_line_of(inner)
     return f"{text} (at {node[1]})" if node and node[1] not in text else text
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gascompile.core.errors import UnsupportedOpError
+from gascompile.core.errors import UnsupportedOpError, first_line_of
 from gascompile.integrations.onnx.table import OPS, WHOLE_OPS
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def run_step(step: OnnxStep, values: dict[str, Any]) -> None:
     except UnsupportedOpError as error:
         raise UnsupportedOpError(f"{where} cannot be taken over: {error}") from error
     except _REFUSALS as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:500]
+        reason = first_line_of(error)
         raise UnsupportedOpError(f"{where} makes no sense to torch: {reason}") from error
     results = computed if isinstance(computed, tuple) else (computed,)
     if len(results) != len(step.outputs):

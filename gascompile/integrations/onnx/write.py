@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gascompile.bundles.bundle import require_unchanged
 from gascompile.bundles.files import Weights
-from gascompile.core.errors import CheckpointError, StorageError, UnsupportedOpError
+from gascompile.core.errors import CheckpointError, StorageError, UnsupportedOpError, first_line_of
 from gascompile.core.progress import task
 from gascompile.core.sources import Extent, WeightSource
 from gascompile.integrations.onnx.external import (
@@ -197,8 +197,9 @@ def _checked(model: onnx_ir.Model, file: Path) -> bytes:
     try:
         onnx.checker.check_model(plain)
     except onnx.checker.ValidationError as error:
-        reason = (str(error).strip().splitlines() or [""])[0][:500]
-        raise UnsupportedOpError(f"ONNX's checker refuses the graph of {file}: {reason}") from error
+        raise UnsupportedOpError(
+            f"ONNX's checker refuses the graph of {file}: {first_line_of(error)}"
+        ) from error
     return raw
 
 
