@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from gascompile.core.program import Program
+from gascompile.core.program import Program, copied_graph
 from gascompile.passes.graph.mutated_tensors import written_arguments
 
 _aten = torch.ops.aten
@@ -35,8 +35,7 @@ def grouped_attention(program: Program) -> Program:
     """Return ``program`` without repeated keys and values; itself where there are none."""
     if not any(_repeated_of(node) for node in program.graph_module.graph.nodes):
         return program
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(program.graph_module.graph, {}))
+    graph = copied_graph(program.graph_module.graph)
     module = fx.GraphModule(program.graph_module, graph)
     nodes = list(graph.nodes)
     for i, node in enumerate(nodes):

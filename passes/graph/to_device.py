@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from gascompile.core.errors import UnsupportedOpError
-from gascompile.core.program import Program
+from gascompile.core.program import Program, copied_graph
 
 _BOUND_TO_CPU = ("_for_cpu", "mkldnn", "onednn", "_cpu")
 
@@ -31,8 +31,7 @@ def to_device(program: Program, device: torch.device | str) -> Program:
     target = torch.device(device)
     if target.type == "cpu":
         return program
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(program.graph_module.graph, {}))
+    graph = copied_graph(program.graph_module.graph)
     module = fx.GraphModule(program.graph_module, graph)
     for node in graph.nodes:
         if node.op == "call_function":
