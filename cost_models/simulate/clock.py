@@ -7,14 +7,12 @@ how long a list of moves takes goes by this clock.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 from gascompile.core.machine import Link, Machine
 
 Pipes = Sequence[tuple[int, float]]
 """``(pipe index, seconds)`` for which a transfer keeps a pipe from the next one."""
-Key = TypeVar("Key", bound=Hashable)
 
 
 class Clock:
@@ -78,22 +76,3 @@ def pipe_times(machine: Machine, link: Link, size_bytes: int) -> tuple[tuple[int
         for i, pipe in enumerate(machine.pipes)
         if pipe.name in link.shared
     )
-
-
-def crossing(touches: Iterable[tuple[Key, bool]]) -> list[Key]:
-    """Return what crosses the end of an iteration that others follow, by its first touch.
-
-    That is what is started in the list only after it has been waited for: its start of the iteration before
-    is meant, and of the first iteration one that stands before it.
-
-    Args:
-        touches: of an iteration in its order, each with whether it starts a transfer or is a wait for one.
-    """
-    early: dict[Key, bool] = {}
-    started: set[Key] = set()
-    for key, starts in touches:
-        if starts:
-            started.add(key)
-        elif key not in started:
-            early.setdefault(key, True)
-    return [key for key in early if key in started]

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gascompile.cost_models.simulate.clock import Clock, Pipes, crossing
+from gascompile.core.crossing import crossing
+from gascompile.cost_models.simulate.clock import Clock, Pipes
 
 COMPUTE, PREFETCH, WAIT = 0, 1, 2
 ELSEWHERE, CROSS, ARRIVE = 3, 4, 5

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from gascompile.core.crossing import crossing
 from gascompile.core.machine import Machine
 from gascompile.core.op_sites import OpSites, lasting_of, op_sites
 from gascompile.core.plan import Plan
@@ -22,7 +23,7 @@ from gascompile.core.workload import OpSpec, TensorKind
 from gascompile.cost_models.formulas.contention import contended, giving_s
 from gascompile.cost_models.formulas.gathers import gather_link_bytes
 from gascompile.cost_models.formulas.interference import lost_share, with_moving
-from gascompile.cost_models.simulate.clock import Pipes, crossing, pipe_times
+from gascompile.cost_models.simulate.clock import Pipes, pipe_times
 from gascompile.cost_models.simulate.events import (
     ARRIVE,
     COMPUTE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from gascompile.core.crossing import crossing
 from gascompile.core.plan import Plan
 from gascompile.core.steps import Compute, Offload, Release, Reload, Step, Wait
 
@@ -11,12 +12,10 @@ from gascompile.core.steps import Compute, Offload, Release, Reload, Step, Wait
 def initial_residency(
     plan: Plan, persistent: Collection[str]
 ) -> tuple[frozenset[str], tuple[Offload | Reload, ...]]:
-    """Return the tensors that are away before the first step, and moves that the last iteration has started.
-
-    A wait that stands before the move it is for belongs to the iteration before.
-    """
+    """Return the tensors that are away before the first step, and moves that the last iteration has started."""
     first: dict[str, Step] = {}
     last: dict[str, Offload | Reload] = {}
+    touches: list[tuple[str, bool]] = []
     used: set[str] = set()
     site = plan.machine.compute_tier
     for step in plan.steps:
@@ -29,19 +28,15 @@ def initial_residency(
                 first.setdefault(step.tensor, step)
             if isinstance(step, (Offload, Reload)):
                 last[step.tensor] = step
-    away: set[str] = set()
-    up_front: list[Offload | Reload] = []
-    for name, step in first.items():
-        if isinstance(step, Reload):
-            away.add(name)
-        elif isinstance(step, Wait) and name in last:
-            up_front.append(last[name])
-            if isinstance(last[name], Reload):
-                away.add(name)
+                touches.append((step.tensor, True))
+            elif isinstance(step, Wait) and step.tensor not in used:
+                touches.append((step.tensor, False))
+    up_front = tuple(last[name] for name in crossing(touches))
+    away = {step.tensor for step in (*first.values(), *up_front) if isinstance(step, Reload)}
     idle = {
         name
         for name, tensor in plan.tensors.items()
         if name in persistent and name not in used and tensor.home != site
     }
     outside = set(persistent) - set(plan.tensors)
-    return frozenset(away | idle | outside), tuple(up_front)
+    return frozenset(away | idle | outside), up_front
