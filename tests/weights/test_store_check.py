@@ -36,9 +36,9 @@ def packed(folder: Path) -> Path:
     source = folder / "model.safetensors"
     if not source.exists():
         save_file({"w": torch.arange(128.0).reshape(4, 32)}, source)
-    found = open_checkpoint(source)
-    items = {"w": Item(source=found.sources["w"], wire="int8")}
-    return Path(converted(items, found.stamps, folder / "store").stamps[0].path)
+    checkpoint = open_checkpoint(source)
+    items = {"w": Item(source=checkpoint.sources["w"], wire="int8")}
+    return Path(converted(items, checkpoint.stamps, folder / "store").stamps[0].path)
 
 
 def flip(path: Path, at: int) -> None:
@@ -52,22 +52,22 @@ def flip(path: Path, at: int) -> None:
 
 @pytest.fixture(params=[spilled, packed])
 def make(request: pytest.FixtureRequest) -> Make:
-    found: Make = request.param
-    return found
+    making: Make = request.param
+    return making
 
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What has been hashed from files."""
-    found: list[str] = []
+    read: list[str] = []
     whole = Hash.add_file
 
     def counted(self: Hash, path: str | os.PathLike[str], *rest: object) -> None:
-        found.append(Path(path).name)
+        read.append(Path(path).name)
         whole(self, path, *rest)  # type: ignore[arg-type]  # as they came
 
     monkeypatch.setattr(Hash, "add_file", counted)
-    return found
+    return read
 
 
 def test_a_flipped_bit_is_found_wherever_it_is(
@@ -131,7 +131,7 @@ def test_a_file_that_is_gone_is_noted_no_longer(tmp_path: Path) -> None:
 def test_files_hold_what_they_should(tmp_path: Path) -> None:
     path = spilled(tmp_path)
     assert file_digest(path, lambda n: None) == content_digest(TENSORS) == path.stem
-    found = load_file(path)
-    assert found.keys() == TENSORS.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
+    loaded = load_file(path)
+    assert loaded.keys() == TENSORS.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in TENSORS.items())
     assert 0 <= conversion_errors(packed(tmp_path))["w"] < 0.02
