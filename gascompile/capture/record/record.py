@@ -25,6 +25,7 @@ from gascompile.capture.fingerprint.code_origin import (
 )
 from gascompile.capture.later.rounds import Rounds, TracedCall
 from gascompile.capture.record.asked_inputs import AskedInputs
+from gascompile.capture.record.call_digest import CallDigest
 from gascompile.capture.record.dependencies import Dependencies, dependencies
 from gascompile.capture.record.given import changed_entries, entries_of
 from gascompile.capture.record.recorder import Ask, Running
@@ -178,12 +179,18 @@ class Recorder:
             inputs: of the call.
         """
         self._follows, self._rounds, self._running.inputs = True, rounds, inputs
+        self._running.digest = digest = CallDigest() if rounds is None else None
 
         def inner(*args: Any, **kwargs: Any) -> Any:
             if inputs is not None:
                 inputs.follow(module, args, kwargs)
+            if digest is not None:
+                digest.begin(module, args, kwargs)
             with self.running():
-                return module._call_impl(*args, **kwargs)
+                returned = module._call_impl(*args, **kwargs)
+            if digest is not None:
+                digest.end(returned)
+            return returned
 
         def called(*args: Any, **kwargs: Any) -> Any:
             if rounds is not None:
@@ -252,6 +259,11 @@ class Recorder:
     def settings(self) -> dict[str, object]:
         """Which of torch's settings the program has asked for, with what it was told."""
         return self._running.settings
+
+    @property
+    def calls(self) -> str | None:
+        """A digest of what a single call that was followed had torch compute; ``None`` where nobody can say."""
+        return self._running.digest.value if self._running.digest is not None else None
 
     @property
     def asks(self) -> list[str]:
