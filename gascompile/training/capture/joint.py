@@ -33,6 +33,7 @@ from gascompile.capture.exporting import exporting
 from gascompile.capture.record.effects import EffectProof, EffectTrace, prove
 from gascompile.capture.record.record import CaptureRecord, Recorded, Recorder
 from gascompile.capture.record.trial import Trial
+from gascompile.core.collection import no_collection
 from gascompile.core.errors import CaptureError, UnsupportedOpError
 from gascompile.core.true_strides import true_strides
 from gascompile.passes.graph.bound_aliases import bound_aliases
@@ -104,6 +105,7 @@ class _Traced:
     norms: Mapping[float, str]
 
 
+@no_collection()
 def capture_joint(
     model: nn.Module,
     loss_fn: LossFunction,
