@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 
 from gascompile.capture.calls import bind_call, normalize_call
 from gascompile.capture.export import capture
-from gascompile.capture.record.record import CaptureRecord, _codes
+from gascompile.capture.record.kept_watches import _codes
+from gascompile.capture.record.record import CaptureRecord
 from gascompile.capture.saved.program_io import program_from_json, program_to_json
 from gascompile.capture.to_program import Capture
 from gascompile.core.errors import CaptureError
