@@ -141,7 +141,6 @@ def compile_step(
             replan=replan,
             states=states,
             unplanned=unplanned_optimizer,
-            on_exceed=on_exceed,
             layout=ranks.layout if ranks is not None else None,
             is_pipeline=ranks is not None and is_pipeline(mesh),
         )
@@ -157,6 +156,7 @@ def compile_step(
             fuse_runs=fuse_runs,
             graphs=graphs,
             sites=sites,
+            on_exceed=on_exceed,
         )
         saved = SavedPlans(Path(plan)) if plan is not None else None
         with together.one_by_one() if together is not None else nullcontext():

@@ -11,7 +11,6 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gascompile.core.config import ON_EXCEED
 from gascompile.core.errors import CaptureError, NanLossError, PlanMismatchError
 from gascompile.core.ranks import RankLayout, StageLayout
 from gascompile.training.optimizers.optimizers import STATE_FORMS, StateForm
@@ -37,7 +36,6 @@ class Settings:
     unplanned: bool = False
     """Torch's own optimizer updates."""
     states: StateForm = "fp32"
-    on_exceed: str = "error"
     layout: RankLayout | None = None
     """Of several ranks that train the model together."""
     stages: Mapping[str, Stage] = field(default_factory=dict)
@@ -61,8 +59,6 @@ class Settings:
             raise ValueError(f"max_grad_norm={self.max_grad_norm}; it has to be more than 0")
         if self.on_nan not in _ON_NAN:
             raise ValueError(f"on_nan={self.on_nan!r}; it is one of {', '.join(_ON_NAN)}")
-        if self.on_exceed not in ON_EXCEED:
-            raise ValueError(f"on_exceed={self.on_exceed!r}; it is one of {', '.join(ON_EXCEED)}")
         if self.states not in STATE_FORMS:
             raise ValueError(f"states={self.states!r}; it is one of {', '.join(STATE_FORMS)}")
         if self.unplanned and self.states != "fp32":

@@ -102,7 +102,7 @@ class UnitMaker(StepPlanner):
             fused=fusion.segments if fusion is not None else (),
             graphs=self._config.graphs == "auto",
             counter=allocation_counter(self._config.cache_dir) if self._in_ram else None,
-            on_exceed=self._settings.on_exceed,
+            on_exceed=self._config.on_exceed,
             on_host=[spec.name for spec in program.program.inputs[-program.num_groups :]],
         )
         return StepUnit(

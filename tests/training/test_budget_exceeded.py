@@ -177,5 +177,5 @@ def test_a_step_may_pass_its_budget_where_that_is_wanted(
 
 
 def test_another_word_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="on_exceed='ignore'; it is one of error, warn"):
+    with pytest.raises(ValueError, match="on_exceed is one of error, warn, not 'ignore'"):
         new_step(new_model(), 1 << 30, tmp_path, on_exceed="ignore")
