@@ -30,9 +30,11 @@ from gascompile.distributed.balance import Balance
 from gascompile.distributed.clocks import RankClock, clock_of
 from gascompile.distributed.finding import find_ranks
 from gascompile.distributed.ladder import Ladder
+from gascompile.distributed.own_moves import OwnMoves
 from gascompile.distributed.ranks import Ranks
 from gascompile.distributed.rows import RowSampler, has_no_rows, num_rows
 from gascompile.runtime.collectives.exchange import exchanging
+from gascompile.runtime.memory.pages import Pages
 from gascompile.training.capture.rank_loss import RankLoss
 from gascompile.training.capture.synchronised_norm import require_synchronised
 from gascompile.training.capture.traced_loss import LossFunction
@@ -274,8 +276,13 @@ class RankStep:
         assert self._ladder is not None, "plans come after keep_network"
         return self._ladder
 
-    def keep_network(self, cache_dir: Path) -> None:
+    def keep_network(self, cache_dir: Path, pages: Pages | None, *, moves: bool) -> None:
         """Plan with what exchanges took before, where they still do; see ``Ladder.as_kept``.
+
+        Args:
+            cache_dir: where it is kept.
+            pages: where large values lie.
+            moves: whether this processor moves them.
 
         Ranks that torchrun starts again measure nothing: they go on with what their job has measured, and so with the
         plans that it has made. Each agent of torchrun counts the restarts of its own ranks.
@@ -286,7 +293,16 @@ class RankStep:
         kept = Ladder.kept(path) if again else None
         told = self._ranks.compare("what exchanges took", b"", [int(kept is not None)])
         if not all(has for (has,) in told):
-            kept = self._ranks.ladder().as_kept(path)
+            own = OwnMoves(cache_dir / "training", pages) if moves else None
+            try:
+                # In the memory that steps have.
+                with pages.active(0) if pages else contextlib.nullcontext():
+                    kept = self._ranks.ladder(own).as_kept(path)
+            finally:
+                if own is not None:
+                    own.close()
+                if pages is not None:
+                    pages.trim()
         self._ladder = kept
 
     @property
