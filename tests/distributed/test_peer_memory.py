@@ -13,13 +13,14 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from gascompile.core.errors import RankError
-from gascompile.runtime.collectives import exchange
+from gascompile.runtime.collectives import exchange, peer_memory
 from gascompile.runtime.collectives.exchange import Exchange
 from gascompile.runtime.collectives.peer_memory import PeerMemory, Want
 
@@ -48,6 +49,7 @@ class Host:
             return self.told[topic]
 
         end.meet(gather)
+        end._barrier = self._barrier  # type: ignore[attr-defined]
         return end
 
     def run(self, act: Callable[[Exchange], Any]) -> list[Any]:
@@ -102,6 +104,49 @@ def test_more_exchanges_than_slots_are_under_way() -> None:
 
     for found in Host(2).run(act):
         assert torch.cat(found).tolist() == [2.0 * number for number in range(150)]
+
+
+def test_counts_of_exchanges_begin_anew() -> None:
+    """After 2^32 exchanges, here in the middle of more than there are slots for."""
+
+    def act(end: Exchange) -> list[torch.Tensor]:
+        words = end._memory._words  # type: ignore[union-attr]
+        words[1] = words[2] = peer_memory._in_both_halves((1 << 32) - 70)
+        end._barrier.wait(_LIMIT_S)  # type: ignore[attr-defined]
+        for number in range(150):
+            end.begin_part(torch.full((2,), float(number)), [1, 1])
+        parts = [end.end_part() for _ in range(150)]
+        assert words[1] == words[2] == peer_memory._in_both_halves(80)
+        return parts
+
+    for found in Host(2).run(act):
+        assert torch.cat(found).tolist() == [2.0 * number for number in range(150)]
+
+
+def test_what_is_copied_meanwhile_is_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = PeerMemory(0), PeerMemory(1)
+    told = [first.told(), second.told()]
+    assert first.finds(told)
+    assert second.finds(told)
+    clock, values, taken = [0.0], torch.arange(8.0), torch.zeros(8)
+    read = peer_memory._read
+
+    def copied(pid: int, address: int, into: int, size_bytes: int) -> None:
+        if address == values.data_ptr():
+            clock[0] += 5.0
+        read(pid, address, into, size_bytes)
+
+    def slept(_: float) -> None:
+        clock[0] += 3.0
+        second.offer(values, [], bool)
+
+    of_own = SimpleNamespace(monotonic=lambda: clock[0], sleep=slept)
+    monkeypatch.setattr(peer_memory, "_read", copied)
+    monkeypatch.setattr(peer_memory, "time", of_own)
+    first.take(first.offer(values, [Want(1, values.nbytes, 0, taken)], bool), lambda _: True)
+    assert torch.equal(taken, values)
+    assert clock == [8.0]
+    assert first.waited_s == 3.0
 
 
 def test_a_rank_that_leaves_or_offers_something_else_breaks_the_exchange() -> None:
