@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -138,12 +138,17 @@ class Ladder:
     def as_kept(self, path: Path) -> Ladder:
         """Return what is kept in a file, where that is of a network about as fast; else keep this one."""
         kept = Ladder.kept(path)
-        if kept is not None and kept._is_like(self):
+        if kept is not None and kept._is_like(self) and not kept._lacks_moves(self):
             return kept
+        new = (
+            replace(self, moves_s_per_byte=kept.moves_s_per_byte)
+            if kept is not None and self._lacks_moves(kept)
+            else self
+        )
         # Without a place to keep it, the next job measures for itself.
         with contextlib.suppress(StorageError):
-            serial.write_atomic(path, serial.dumps(self))
-        return self
+            serial.write_atomic(path, serial.dumps(new))
+        return new
 
     @staticmethod
     def kept(path: Path) -> Ladder | None:
@@ -156,6 +161,9 @@ class Ladder:
             if is_whole and min(rung.time_s for rungs in kinds for rung in rungs) > 0.0:
                 return kept
         return None
+
+    def _lacks_moves(self, other: Ladder) -> bool:
+        return self.moves_s_per_byte is None and other.moves_s_per_byte is not None
 
     def _is_like(self, other: Ladder) -> bool:
         """Return whether this one, which was kept, holds where the other was measured now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -119,6 +120,20 @@ def test_what_was_measured_first_is_kept_while_the_network_is_as_fast(
     assert faster.as_kept(path) == faster
     assert slow.as_kept(path) == slow
     assert faster.as_kept(path) == faster
+
+
+def test_what_moves_cost_is_kept_where_nobody_has_asked_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "exchanges.json"
+    first, slow = (_climbed(monkeypatch, rate, 0.0) for rate in (100e6, 25e6))
+    unasked = replace(first, moves_s_per_byte=None)
+    assert unasked.as_kept(path) == unasked
+    # It is written down once it is known, though the network is as before.
+    assert first.as_kept(path) == first
+    assert unasked.as_kept(path) == first
+    assert replace(slow, moves_s_per_byte=None).as_kept(path) == slow
+    assert ladder.Ladder.kept(path) == slow
 
 
 @pytest.mark.parametrize(
