@@ -6,13 +6,16 @@ Ranks are threads of this process, whose memory they read as they would another'
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,6 +107,87 @@ def test_more_exchanges_than_slots_are_under_way() -> None:
 
     for found in Host(2).run(act):
         assert torch.cat(found).tolist() == [2.0 * number for number in range(150)]
+
+
+def drawn(chance: random.Random, size: int, count: int) -> list[tuple[str, list[int]]]:
+    """Return exchanges that all ranks make, with the elements of each rank's part, of which some have none."""
+    asked = []
+    for _ in range(count):
+        total = chance.choice((0, 1, 7, 1000, 40_000))
+        cuts = sorted(chance.randint(0, total) for _ in range(size - 1))
+        sizes = [end - begin for begin, end in pairwise([0, *cuts, total])]
+        kind = chance.choice(("add", "part", "gather", "begin part", "begin gather", "end", "end"))
+        asked.append((kind, sizes))
+    return asked
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_ranks_that_come_at_any_time_read_what_was_offered(seed: int) -> None:
+    """What an exchange is done with is spoilt at once, by ranks of which now one and now another is late."""
+    size = 2 + seed % 3
+    asked = drawn(random.Random(seed), size, 120)
+
+    def values(number: int, rank: int) -> torch.Tensor:
+        return values_of(1000 * seed + 8 * number + rank, sum(asked[number][1]))
+
+    def summed(number: int) -> torch.Tensor:
+        return reduce(torch.add, [values(number, rank) for rank in range(size)])
+
+    def gathered(number: int) -> torch.Tensor:
+        sizes = asked[number][1]
+        return torch.cat([values(number, rank).split(sizes)[rank] for rank in range(size)])
+
+    def act(end: Exchange) -> None:
+        late, rank, nan = random.Random(seed + 50 * end.rank), end.rank, float("nan")
+        begun: deque[tuple[int, torch.Tensor, bool]] = deque()
+
+        def ends() -> None:
+            number, own, sums = begun.popleft()
+            sizes = asked[number][1]
+            if sums:
+                found, wanted = end.end_part(), summed(number).split(sizes)[rank]
+            else:
+                end.end_gather(own)
+                found, wanted = own, gathered(number)
+                wanted.split(sizes)[rank].fill_(-1.0)
+            assert torch.equal(found, wanted), (number, asked[number])
+            own.fill_(nan)
+            found.fill_(nan)
+
+        for number, (kind, sizes) in enumerate(asked):
+            if late.random() < 0.2:
+                time.sleep(late.random() * 4e-3)
+            own = values(number, rank)
+            part = own.split(sizes)[rank].clone()
+            if kind == "add":
+                end.add(own)
+                assert torch.equal(own, summed(number))
+            elif kind == "part":
+                assert torch.equal(end.add_part(own, sizes), summed(number).split(sizes)[rank])
+            elif kind == "gather":
+                whole = torch.full_like(own, nan)
+                end.gather(whole, sizes, part)
+                assert torch.equal(whole, gathered(number))
+                whole.fill_(nan)
+            elif kind == "begin part":
+                end.begin_part(own, sizes)
+                begun.append((number, own, True))
+                continue  # nobody else may have what was given
+            elif kind == "begin gather":
+                end.begin_gather(own, sizes)
+                # It may move, or be written to, meanwhile.
+                own.fill_(nan)
+                own.split(sizes)[rank].fill_(-1.0)
+                begun.append((number, own, False))
+                continue
+            elif begun:
+                ends()
+            own.fill_(nan)
+            part.fill_(nan)
+        while begun:
+            ends()
+
+    Host(size).run(act)
 
 
 def test_counts_of_exchanges_begin_anew() -> None:
