@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 
 _WORTH = 1.08
 """Of how much shorter the slowest rank's time has to become. [Empirical] Steps of one rank differ by 3 to 5 % on a
 quiet machine, and other rows are another plan, which takes as long as some steps."""
 _STEADY = 3
-"""Steps in a row that agree on it."""
-_SHARE = 0.5
-"""Of the newest step in the average: three steps at another speed count for seven eighths."""
+"""Steps in a row, each of which shows it. Rows are by what these took: [Empirical] an average that still had steps of
+before in it gave a rank that had lost half its core a row of 32 too many, 6 % and too little for another change."""
 
 
 class Balance:
@@ -19,8 +19,8 @@ class Balance:
     def __init__(self, rows: Sequence[int]) -> None:
         """Begin with ``rows``."""
         self.rows = list(rows)
-        self._times_s: list[float] = []
-        self._num_agreed = 0
+        self._agreed: list[list[float]] = []
+        """Seconds of a row on each rank, in each of the newest steps that show that other rows are worth it."""
 
     def learn(self, times_s: Sequence[float], rows: Sequence[int]) -> bool:
         """Take note of what a step took on each rank, without waiting for others; return whether rows change.
@@ -32,20 +32,27 @@ class Balance:
         per_row = [time_s / max(count, 1) for time_s, count in zip(times_s, rows, strict=True)]
         if min(per_row) <= 0:
             return False
-        before = self._times_s or per_row
-        self._times_s = [
-            _SHARE * new + (1 - _SHARE) * old for new, old in zip(per_row, before, strict=True)
-        ]
-        wanted = divided(sum(self.rows), [1 / time_s for time_s in self._times_s])
-        now_s, then_s = self._slowest_s(self.rows), self._slowest_s(wanted)
-        self._num_agreed = self._num_agreed + 1 if now_s > _WORTH * then_s else 0
-        if self._num_agreed < _STEADY:
+        if self._better(per_row) is None:
+            self._agreed.clear()
             return False
-        self.rows, self._num_agreed = wanted, 0
-        return True
+        self._agreed.append(per_row)
+        if len(self._agreed) < _STEADY:
+            return False
+        typical = [statistics.median(times_s) for times_s in zip(*self._agreed, strict=True)]
+        wanted = self._better(typical)
+        self._agreed.clear()
+        self.rows = wanted or self.rows
+        return wanted is not None
 
-    def _slowest_s(self, rows: Sequence[int]) -> float:
-        return max(count * time_s for count, time_s in zip(rows, self._times_s, strict=True))
+    def _better(self, per_row: Sequence[float]) -> list[int] | None:
+        """Return rows that are worth a change, by the seconds of a row on each rank."""
+        wanted = divided(sum(self.rows), [1 / time_s for time_s in per_row])
+        now_s, then_s = (_slowest_s(rows, per_row) for rows in (self.rows, wanted))
+        return wanted if now_s > _WORTH * then_s else None
+
+
+def _slowest_s(rows: Sequence[int], per_row: Sequence[float]) -> float:
+    return max(count * time_s for count, time_s in zip(rows, per_row, strict=True))
 
 
 def divided(total: int, speeds: Sequence[float]) -> list[int]:

@@ -59,9 +59,9 @@ def lost_to_exchange_s(
     count = max(int(2 * alone_s / max(ops.seconds(1), 1e-6)), 1)
     lost_s = []
     for _ in range(_REPEATS):
-        _meet(exchange)
+        meet(exchange)
         plain_s = ops.seconds(_ROUNDS * count)
-        _meet(exchange)
+        meet(exchange)
         first_s, begun_s = time.perf_counter(), 0.0
         for _ in range(_ROUNDS):
             begin_s = time.perf_counter()
@@ -88,7 +88,7 @@ def late_share(exchange: Exchange, ops: Ops, trade: Callable[[], None], alone_s:
     count = max(int(_BETWEEN_S * _ROUNDS / max(ops.seconds(_ROUNDS), 1e-6)), 1)
     late_shares = []
     for _ in range(_GROUPS):
-        _meet(exchange)
+        meet(exchange)
         first_s, own_s = time.perf_counter(), 0.0
         for _ in range(_ROUNDS_OF_A_GROUP):
             own_s += ops.seconds(count)
@@ -102,5 +102,6 @@ def late_share(exchange: Exchange, ops: Ops, trade: Callable[[], None], alone_s:
     return max(sorted(late_shares)[1], 0.0)
 
 
-def _meet(exchange: Exchange) -> None:
+def meet(exchange: Exchange) -> None:
+    """Return when all ranks are here."""
     exchange.add(torch.zeros(1))

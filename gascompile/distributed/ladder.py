@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 from gascompile.core import serial
 from gascompile.core.errors import FormatError, StorageError
 from gascompile.distributed.beside import Ops, late_share, lost_to_exchange_s
+from gascompile.distributed.own_moves import OwnMoves
 from gascompile.runtime.collectives.exchange import Exchange
 
 _SIZES_BYTES = (4 << 10, 256 << 10, 4 << 20)
@@ -26,6 +27,8 @@ _SIZES_BYTES = (4 << 10, 256 << 10, 4 << 20)
 _REPEATS, _MORE, _SHORT_S = 3, 6, 0.05
 """Exchanges of a size, and how many more of those that all are done with so soon. [Empirical] Between two processes of
 one host the median of three differs by a third from one meeting to the next, and from one rank to the other."""
+_SEVERAL = 4
+"""Exchanges under way at once, as those of one layer's parameters are."""
 _LATE_ELEMENTS = _SIZES_BYTES[0] // torch.float32.itemsize
 _LONG_S = 0.01
 """An exchange that all ranks together find shorter goes on beside ops long enough to be told from them."""
@@ -50,6 +53,9 @@ class Ladder:
     whole: tuple[Rung, ...]
     part: tuple[Rung, ...]
     gathers: tuple[Rung, ...]
+    flows: tuple[Rung, ...]
+    """What one of several sums of parts takes that are under way at once: one alone leaves a network idle while it
+    starts and while it ends. [Empirical] At 40 and 125 MB/s four together take half as long as one after the other."""
     begins: tuple[Rung, ...]
     """What ops wait for a sum of parts to begin that goes on beside them: for the copy that it is made of."""
     late: float
@@ -57,9 +63,18 @@ class Ladder:
     busy: float = 1.0
     """Share of the time of such a sum that ops beside it lose to it, with those of all ranks at work."""
 
+    moves_s_per_byte: float | None = None
+    """What ops lose for each byte that their own rank moves, with those of all ranks at work and all ranks moving;
+    ``None`` where nobody has asked."""
+
     @staticmethod
-    def measured(exchange: Exchange) -> Ladder:
-        """Measure; all ranks do so at once. Half a second between two processes of one host."""
+    def measured(exchange: Exchange, moves: OwnMoves | None = None) -> Ladder:
+        """Measure; all ranks do so at once. A second between two processes of one host.
+
+        Args:
+            exchange: with the other ranks.
+            moves: of this rank, where it is to move anything.
+        """
         size = exchange.size
 
         def sizes_of(values: torch.Tensor) -> list[int]:
@@ -72,6 +87,13 @@ class Ladder:
         def gather(values: torch.Tensor) -> None:
             exchange.gather(values, sizes_of(values))
 
+        def several(values: torch.Tensor) -> None:
+            sizes = sizes_of(values)
+            for _ in range(_SEVERAL):
+                exchange.begin_part(values, sizes)
+            for _ in range(_SEVERAL):
+                exchange.end_part()
+
         def begin(values: torch.Tensor) -> None:
             exchange.begin_part(values.clone(), sizes_of(values))
 
@@ -81,12 +103,15 @@ class Ladder:
             whole=measured(exchange.add),
             part=parts,
             gathers=measured(gather),
+            # Ranks that read each other's memory do so one after the other.
+            flows=parts if exchange.reads else _shared(measured(several)),
             begins=measured(begin, exchange.end_part),
             late=late_share(
                 exchange, ops, partial(part, torch.zeros(_LATE_ELEMENTS)), parts[0].time_s
             ),
             # Where ranks read each other's memory they do so between ops, and nothing goes on beside these.
             busy=1.0 if exchange.reads else _lost_share(exchange, ops, begin, parts),
+            moves_s_per_byte=None if moves is None else moves.lost_s_per_byte(exchange, ops),
         )
 
     def seconds(self, size_bytes: int, *, divided: bool) -> float:
@@ -102,6 +127,10 @@ class Ladder:
         """Return what a gather takes of a vector of so many bytes, of which each rank has a part."""
         return interpolated(self.gathers, size_bytes)
 
+    def flow_s(self, size_bytes: int) -> float:
+        """Return what a sum of parts takes where others are under way."""
+        return interpolated(self.flows, size_bytes)
+
     def begin_s(self, size_bytes: int) -> float:
         """Return what it takes to begin a sum of parts that goes on beside ops."""
         return interpolated(self.begins, size_bytes)
@@ -109,24 +138,32 @@ class Ladder:
     def as_kept(self, path: Path) -> Ladder:
         """Return what is kept in a file, where that is of a network about as fast; else keep this one."""
         kept = Ladder.kept(path)
-        if kept is not None and kept._is_like(self):
+        if kept is not None and kept._is_like(self) and not kept._lacks_moves(self):
             return kept
+        new = (
+            replace(self, moves_s_per_byte=kept.moves_s_per_byte)
+            if kept is not None and self._lacks_moves(kept)
+            else self
+        )
         # Without a place to keep it, the next job measures for itself.
         with contextlib.suppress(StorageError):
-            serial.write_atomic(path, serial.dumps(self))
-        return self
+            serial.write_atomic(path, serial.dumps(new))
+        return new
 
     @staticmethod
     def kept(path: Path) -> Ladder | None:
         """Return what is kept in a file; nothing where that cannot be used."""
         with contextlib.suppress(OSError, FormatError):
             kept = serial.from_json(Ladder, serial.parse_json(path.read_bytes(), where=str(path)))
-            kinds = (kept.whole, kept.part, kept.gathers, kept.begins)
+            kinds = (kept.whole, kept.part, kept.gathers, kept.flows, kept.begins)
             sizes = [tuple(rung.size_bytes for rung in rungs) for rungs in kinds]
             is_whole = sizes == [_SIZES_BYTES] * len(kinds)
             if is_whole and min(rung.time_s for rungs in kinds for rung in rungs) > 0.0:
                 return kept
         return None
+
+    def _lacks_moves(self, other: Ladder) -> bool:
+        return self.moves_s_per_byte is None and other.moves_s_per_byte is not None
 
     def _is_like(self, other: Ladder) -> bool:
         """Return whether this one, which was kept, holds where the other was measured now."""
@@ -152,6 +189,11 @@ def _measured(
             times_s += _timed(act, after, values, _MORE)
         rungs.append(Rung(size_bytes=size_bytes, time_s=sorted(times_s)[len(times_s) // 2]))
     return tuple(rungs)
+
+
+def _shared(rungs: Sequence[Rung]) -> tuple[Rung, ...]:
+    """Return what each of several exchanges took."""
+    return tuple(Rung(size_bytes=r.size_bytes, time_s=r.time_s / _SEVERAL) for r in rungs)
 
 
 def _timed(

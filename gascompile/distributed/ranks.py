@@ -28,6 +28,7 @@ from gascompile.core import patience
 from gascompile.core.errors import NanLossError, RankError, RankMismatchError
 from gascompile.core.ranks import MeshLayout, RankLayout
 from gascompile.distributed.ladder import Ladder
+from gascompile.distributed.own_moves import OwnMoves
 from gascompile.distributed.reasons import broken, first_line
 from gascompile.distributed.votes import Votes
 from gascompile.runtime.collectives.exchange import Exchange
@@ -137,11 +138,13 @@ class Ranks:
         """The hosts of the ranks, in their order."""
         return [host for host, _ in self._processes]
 
-    def ladder(self) -> Ladder:
-        """Return what exchanges take; all ranks measure it at once, unless they have."""
+    def ladder(self, moves: OwnMoves | None = None) -> Ladder:
+        """Return what exchanges take; all ranks measure it at once, unless they have. See ``Ladder.measured``."""
         groups = _open[self._members]
-        groups.ladder = groups.ladder or Ladder.measured(self.exchange)
-        return groups.ladder
+        known = groups.ladder
+        if known is None or (moves is not None and known.moves_s_per_byte is None):
+            groups.ladder = known = Ladder.measured(self.exchange, moves)
+        return known
 
     def compare(self, what: str, facts: bytes, numbers: Sequence[int] = ()) -> list[list[int]]:
         """Return each rank's ``numbers``, once all ranks are here with the same facts.

@@ -80,11 +80,10 @@ class RankDivision:
 
 
 def _in_words(trial: DivisionTrial) -> str:
-    return (
-        "which a rank has no budget for"
-        if trial.time_s is None
-        else f"which is predicted to take {trial.time_s:.4g} s a step"
-    )
+    if trial.time_s is None:
+        return "which a rank has no budget for"
+    how = ", with exchanges beside ops" if trial.beside else ""
+    return f"which is predicted to take {trial.time_s:.4g} s a step{how}"
 
 
 def divide(

@@ -33,12 +33,14 @@ from gascompile.distributed.ladder import Ladder
 from gascompile.distributed.ranks import Ranks
 from gascompile.distributed.rows import RowSampler, has_no_rows, num_rows
 from gascompile.runtime.collectives.exchange import exchanging
+from gascompile.runtime.memory.pages import Pages
 from gascompile.training.capture.rank_loss import RankLoss
 from gascompile.training.capture.synchronised_norm import require_synchronised
 from gascompile.training.capture.traced_loss import LossFunction
 from gascompile.training.division import Attempt, DivisionTrial, RankDivision, divide
 from gascompile.training.planning.rank_overlap import gains_beside_ops
 from gascompile.training.rank_draws import RankDraws
+from gascompile.training.rank_network import known_network
 from gascompile.training.rank_programs import sequence_of
 from gascompile.training.rank_runs import RankRun, RankRuns
 from gascompile.training.rank_values import digest_of, memory_of
@@ -274,20 +276,9 @@ class RankStep:
         assert self._ladder is not None, "plans come after keep_network"
         return self._ladder
 
-    def keep_network(self, cache_dir: Path) -> None:
-        """Plan with what exchanges took before, where they still do; see ``Ladder.as_kept``.
-
-        Ranks that torchrun starts again measure nothing: they go on with what their job has measured, and so with the
-        plans that it has made. Each agent of torchrun counts the restarts of its own ranks.
-        """
-        name = serial.digest([self._ranks.hosts, self.rank])[:16]
-        path = cache_dir / "ranks" / f"exchanges-{name}.json"
-        again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-        kept = Ladder.kept(path) if again else None
-        told = self._ranks.compare("what exchanges took", b"", [int(kept is not None)])
-        if not all(has for (has,) in told):
-            kept = self._ranks.ladder().as_kept(path)
-        self._ladder = kept
+    def keep_network(self, cache_dir: Path, pages: Pages | None, *, moves: bool) -> None:
+        """Find out what exchanges take, for plans; see ``known_network``."""
+        self._ladder = known_network(self._ranks, cache_dir, pages, moves=moves)
 
     @property
     def network(self) -> str:

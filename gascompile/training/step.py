@@ -21,6 +21,7 @@ from gascompile.core.kernels import FusedReport
 from gascompile.core.plan import Plan
 from gascompile.core.reports import GraphReport, RunReport
 from gascompile.core.waiting import in_turn
+from gascompile.machines.op_times import computes_here
 from gascompile.machines.run_within_budget import planned_again
 from gascompile.runtime.memory.pages import Pages
 from gascompile.runtime.run.recording import Recording
@@ -64,7 +65,9 @@ class TrainingStep(StepValues):
         holdings.outlive(self)
         if ranks is not None:
             with ranks.together():
-                ranks.keep_network(job.config.cache_dir)
+                ranks.keep_network(
+                    job.config.cache_dir, self.pages, moves=computes_here(job.machine)
+                )
             self._maker.ranks, self._maker.pipeline = ranks, ranks.pipeline
             holdings.leave = ranks.leave
         out = [link for link in job.machine.links if link.name == "cpu->nvme"]

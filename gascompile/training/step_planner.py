@@ -33,7 +33,7 @@ from gascompile.training.optimizers.unplanned import state_bytes
 from gascompile.training.pipeline.stage_planner import StagePlanner
 from gascompile.training.planning import rank_overlap
 from gascompile.training.planning.packed_nodes import with_packed
-from gascompile.training.planning.rank_overlap import overlapped
+from gascompile.training.planning.rank_overlap import overlapped, with_moves
 from gascompile.training.planning.row_draws import draw_by_rows, draws_of, with_a_row_more
 from gascompile.training.planning.step_costs import costed_workload, remember
 from gascompile.training.planning.step_program import StepOptions, StepProgram, step_program
@@ -285,10 +285,14 @@ class StepPlanner(StagePlanner):
         if stage is not None and self.pipeline is not None:
             workload = self.pipeline.with_waits(workload, stage, self._machine.compute_tier)
 
+        machine = self._machine
+        if ladder is not None:
+            machine = with_moves(machine, workload, program, ladder)
+
         def planned(reserved_bytes: int) -> Plan:
             return step_plan(
                 workload,
-                self._machine,
+                machine,
                 self._budget,
                 self._config,
                 fingerprint=prints,

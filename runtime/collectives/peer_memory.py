@@ -3,7 +3,8 @@
 Each rank has a board of 8-byte words in its own memory, which the others read as they read values: how many exchanges
 it has offered, how many of the others' it has taken, and where the values of the newest ones lie. A word is written by
 one aligned store after all that it speaks of, which x86 lets nobody see in another order; other processors are refused.
-A count is in both halves of its word, so that one that was read while it changed is seen to be none.
+A count is in both halves of its word, so that one that was read while it changed is seen to be none. Counts begin anew
+after 2^32, some weeks of small steps; what is on offer at a time differs by far less.
 Values stay as they are until all have taken them, and who has left offers nothing: its token is looked at after each
 read, so that what a process has given back, or another process with its number has, is never taken for values.
 """
@@ -29,6 +30,7 @@ _NUM_SLOTS = 64
 """Exchanges that may be on offer at a time; further ones wait."""
 _SLOT = 2  # words of a slot: address and bytes
 _WORD, _HALF = 8, 32  # bytes, bits
+_COUNTS = 1 << _HALF
 _SOON_S, _LATER_S, _LATE = 2e-5, 5e-4, 1 / 16
 """Between two looks at the others: the least, the most, and the share of what has passed, by which one comes late."""
 _LOOK_S = 1.0
@@ -89,7 +91,8 @@ class PeerMemory:
         self._peers: dict[int, _Peer] = {}
         self._pending: deque[Reading] = deque()
         self.waited_s = 0.0
-        """For the other ranks, so far."""
+        """For the other ranks, so far, without what was copied meanwhile."""
+        self._copied_s = 0.0
         # Others may look at it until this process ends.
         _boards.append(self._words)
 
@@ -127,8 +130,7 @@ class PeerMemory:
             RuntimeError: a rank is gone, or offers something else.
         """
         number = self._words[_OFFERED] >> _HALF
-        if number >= _NUM_SLOTS:
-            self._until(lambda: self._is_taken(number - _NUM_SLOTS), waits)
+        self._until(lambda: self._is_taken(number - _NUM_SLOTS), waits)
         slot = _SLOTS + _SLOT * (number % _NUM_SLOTS)
         self._words[slot] = values.data_ptr()
         self._words[slot + 1] = values.numel() * values.element_size()
@@ -172,7 +174,7 @@ class PeerMemory:
 
     def _took(self, number: int, want: Want) -> bool:
         peer = self._peers[want.peer]
-        if self._seen(peer)[_OFFERED] <= number:
+        if not _is_beyond(self._seen(peer)[_OFFERED], number):
             return False
         place = (ctypes.c_uint64 * _SLOT)()
         first = _SLOTS + _SLOT * (number % _NUM_SLOTS)
@@ -180,7 +182,9 @@ class PeerMemory:
         size_bytes = want.into.numel() * want.into.element_size()
         if place[1] != want.offered_bytes:
             raise RuntimeError(f"rank {want.peer} offers {place[1]} bytes, of another exchange")
+        begin_s = time.monotonic()
         _read(peer.pid, place[0] + want.offset_bytes, want.into.data_ptr(), size_bytes)
+        self._copied_s += time.monotonic() - begin_s
         self._seen(peer)
         return True
 
@@ -209,7 +213,7 @@ class PeerMemory:
         """Return whether no other rank needs this one's values of an exchange any more: who is gone reads nothing."""
         for peer in self._peers.values():
             try:
-                if self._seen(peer)[_TAKEN] <= number:
+                if not _is_beyond(self._seen(peer)[_TAKEN], number):
                     return False
             except _GoneError:
                 continue
@@ -220,6 +224,7 @@ class PeerMemory:
         if is_done():
             return
         begin_s = looked_s = time.monotonic()
+        copied_s = self._copied_s
         try:
             while not is_done():
                 now_s = time.monotonic()
@@ -230,11 +235,16 @@ class PeerMemory:
                 time.sleep(min(max((now_s - begin_s) * _LATE, _SOON_S), _LATER_S))
                 self._advance()
         finally:
-            self.waited_s += time.monotonic() - begin_s
+            self.waited_s += time.monotonic() - begin_s - (self._copied_s - copied_s)
 
 
 def _in_both_halves(count: int) -> int:
-    return count << _HALF | count
+    return count % _COUNTS << _HALF | count % _COUNTS
+
+
+def _is_beyond(count: int, number: int) -> bool:
+    """Return whether a count of exchanges has the one of a number among them."""
+    return 0 < (count - number) % _COUNTS < _COUNTS // 2
 
 
 _boards: list[ctypes.Array[ctypes.c_uint64]] = []

@@ -31,13 +31,36 @@ def test_the_slowest_rank_is_as_early_as_can_be(speeds: list[float], total: int)
     assert time_s(found) == pytest.approx(best)
 
 
-def test_rows_follow_a_rank_that_slows_down_within_ten_steps() -> None:
-    balance = Balance([8, 8])
+def test_rows_follow_a_rank_that_slows_down_after_three_steps() -> None:
+    balance = Balance([16, 16])
     for _ in range(20):
-        assert not balance.learn([0.80, 0.83], balance.rows)
-    for _ in range(10):
-        balance.learn([0.1 * balance.rows[0], 0.2 * balance.rows[1]], balance.rows)
-    assert balance.rows in ([11, 5], [10, 6])
+        assert not balance.learn([1.60, 1.66], balance.rows)
+    changed = []
+    for step in range(10):
+        times_s = [0.109 * balance.rows[0], 0.231 * balance.rows[1]]
+        if balance.learn(times_s, balance.rows):
+            changed.append(step)
+    # What steps took before it slowed down counts for nothing: 21 rows would be 6 % slower.
+    assert balance.rows == [22, 10]
+    assert changed == [2]
+
+
+def test_steps_that_one_rank_was_disturbed_in_change_nothing() -> None:
+    balance = Balance([8, 8])
+    for step in range(12):
+        # Two in a row, then one in peace.
+        assert not balance.learn([0.8, 0.8 if step % 3 == 2 else 1.9], balance.rows)
+    # Of three that agree the middle one counts.
+    for slow_s in (1.6, 9.0, 1.6):
+        balance.learn([0.8, slow_s], [8, 8])
+    assert balance.rows == [11, 5]
+
+
+def test_who_takes_the_rows_that_they_had_is_given_the_same_again() -> None:
+    balance = Balance([8, 8])
+    for _ in range(12):
+        balance.learn([0.8, 1.6], [8, 8])
+    assert balance.rows == [11, 5]
 
 
 @given(st.integers(1, 6), st.integers(0, 1 << 16), st.integers(0, 1 << 20))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,6 +14,8 @@ from gascompile.distributed import beside, ladder
 
 _COPY_S, _LOST, _LATE = 2e-4, 0.25, 0.125
 """What it takes to begin a sum, the share of it that ops beside it lose, and by what share of ops others come late."""
+_FLOWS, _MOVES = 0.5, 3e-10
+"""The share of its time that a sum takes behind one that is under way, and what ops lose to each byte that moves."""
 
 
 def _climbed(
@@ -39,7 +42,7 @@ def _climbed(
 
     def begin(values: torch.Tensor, sizes: list[int]) -> None:
         clock[0] += _COPY_S
-        flying[0] = seconds(values, 2.0)
+        flying[0] += seconds(values, 2.0) * (_FLOWS if flying[0] else 1.0)
 
     def end() -> None:
         clock[0] += flying[0]
@@ -63,7 +66,8 @@ def _climbed(
         begin_part=begin,
         end_part=end,
     )
-    return ladder.Ladder.measured(cast(Any, exchange))
+    moves = SimpleNamespace(lost_s_per_byte=lambda *_: _MOVES)
+    return ladder.Ladder.measured(cast(Any, exchange), cast(Any, moves))
 
 
 @pytest.mark.parametrize("size_bytes", [4 << 10, 100_000, 1 << 20, 4 << 20])
@@ -80,6 +84,16 @@ def test_ops_lose_what_they_lost_beside_an_exchange(monkeypatch: pytest.MonkeyPa
     found = _climbed(monkeypatch, 1e8, 1e-3)
     assert found.busy == pytest.approx(_LOST)
     assert found.begin_s(1 << 20) == pytest.approx(_COPY_S)
+
+
+def test_several_that_are_under_way_take_less_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _climbed(monkeypatch, 1e8, 1e-3)
+    alone_s = 1e-3 + (1 << 20) / 2e8
+    assert found.flow_s(1 << 20) == pytest.approx(_COPY_S + alone_s * (1 + 3 * _FLOWS) / 4)
+    # Ranks that read each other's memory do so one after the other.
+    reads = _climbed(monkeypatch, 1e8, 1e-3, reads=True)
+    assert reads.flow_s(1 << 20) == pytest.approx(alone_s)
+    assert found.moves_s_per_byte == _MOVES
 
 
 def test_ranks_wait_for_whoever_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,6 +122,20 @@ def test_what_was_measured_first_is_kept_while_the_network_is_as_fast(
     assert faster.as_kept(path) == faster
 
 
+def test_what_moves_cost_is_kept_where_nobody_has_asked_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "exchanges.json"
+    first, slow = (_climbed(monkeypatch, rate, 0.0) for rate in (100e6, 25e6))
+    unasked = replace(first, moves_s_per_byte=None)
+    assert unasked.as_kept(path) == unasked
+    # It is written down once it is known, though the network is as before.
+    assert first.as_kept(path) == first
+    assert unasked.as_kept(path) == first
+    assert replace(slow, moves_s_per_byte=None).as_kept(path) == slow
+    assert ladder.Ladder.kept(path) == slow
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -115,7 +143,7 @@ def test_what_was_measured_first_is_kept_while_the_network_is_as_fast(
         b"not json",
         b'{"whole":[],"part":[]}',
         b'{"whole":[{"size_bytes":4194304,"time_s":0.0}],"part":[{"size_bytes":4194304,"time_s":0.0}]}',
-        b'{"whole":[{"size_bytes":9,"time_s":1.0}],"part":[],"gathers":[],"begins":[]}',
+        b'{"whole":[{"size_bytes":9,"time_s":1.0}],"part":[],"gathers":[],"flows":[],"begins":[]}',
     ],
 )
 def test_what_cannot_be_used_is_measured_anew(

@@ -6,20 +6,24 @@ Ranks are threads of this process, whose memory they read as they would another'
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from gascompile.core.errors import RankError
-from gascompile.runtime.collectives import exchange
+from gascompile.runtime.collectives import exchange, peer_memory
 from gascompile.runtime.collectives.exchange import Exchange
 from gascompile.runtime.collectives.peer_memory import PeerMemory, Want
 
@@ -48,6 +52,7 @@ class Host:
             return self.told[topic]
 
         end.meet(gather)
+        end._barrier = self._barrier  # type: ignore[attr-defined]
         return end
 
     def run(self, act: Callable[[Exchange], Any]) -> list[Any]:
@@ -102,6 +107,130 @@ def test_more_exchanges_than_slots_are_under_way() -> None:
 
     for found in Host(2).run(act):
         assert torch.cat(found).tolist() == [2.0 * number for number in range(150)]
+
+
+def drawn(chance: random.Random, size: int, count: int) -> list[tuple[str, list[int]]]:
+    """Return exchanges that all ranks make, with the elements of each rank's part, of which some have none."""
+    asked = []
+    for _ in range(count):
+        total = chance.choice((0, 1, 7, 1000, 40_000))
+        cuts = sorted(chance.randint(0, total) for _ in range(size - 1))
+        sizes = [end - begin for begin, end in pairwise([0, *cuts, total])]
+        kind = chance.choice(("add", "part", "gather", "begin part", "begin gather", "end", "end"))
+        asked.append((kind, sizes))
+    return asked
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_ranks_that_come_at_any_time_read_what_was_offered(seed: int) -> None:
+    """What an exchange is done with is spoilt at once, by ranks of which now one and now another is late."""
+    size = 2 + seed % 3
+    asked = drawn(random.Random(seed), size, 120)
+
+    def values(number: int, rank: int) -> torch.Tensor:
+        return values_of(1000 * seed + 8 * number + rank, sum(asked[number][1]))
+
+    def summed(number: int) -> torch.Tensor:
+        return reduce(torch.add, [values(number, rank) for rank in range(size)])
+
+    def gathered(number: int) -> torch.Tensor:
+        sizes = asked[number][1]
+        return torch.cat([values(number, rank).split(sizes)[rank] for rank in range(size)])
+
+    def act(end: Exchange) -> None:
+        late, rank, nan = random.Random(seed + 50 * end.rank), end.rank, float("nan")
+        begun: deque[tuple[int, torch.Tensor, bool]] = deque()
+
+        def ends() -> None:
+            number, own, sums = begun.popleft()
+            sizes = asked[number][1]
+            if sums:
+                found, wanted = end.end_part(), summed(number).split(sizes)[rank]
+            else:
+                end.end_gather(own)
+                found, wanted = own, gathered(number)
+                wanted.split(sizes)[rank].fill_(-1.0)
+            assert torch.equal(found, wanted), (number, asked[number])
+            own.fill_(nan)
+            found.fill_(nan)
+
+        for number, (kind, sizes) in enumerate(asked):
+            if late.random() < 0.2:
+                time.sleep(late.random() * 4e-3)
+            own = values(number, rank)
+            part = own.split(sizes)[rank].clone()
+            if kind == "add":
+                end.add(own)
+                assert torch.equal(own, summed(number))
+            elif kind == "part":
+                assert torch.equal(end.add_part(own, sizes), summed(number).split(sizes)[rank])
+            elif kind == "gather":
+                whole = torch.full_like(own, nan)
+                end.gather(whole, sizes, part)
+                assert torch.equal(whole, gathered(number))
+                whole.fill_(nan)
+            elif kind == "begin part":
+                end.begin_part(own, sizes)
+                begun.append((number, own, True))
+                continue  # nobody else may have what was given
+            elif kind == "begin gather":
+                end.begin_gather(own, sizes)
+                # It may move, or be written to, meanwhile.
+                own.fill_(nan)
+                own.split(sizes)[rank].fill_(-1.0)
+                begun.append((number, own, False))
+                continue
+            elif begun:
+                ends()
+            own.fill_(nan)
+            part.fill_(nan)
+        while begun:
+            ends()
+
+    Host(size).run(act)
+
+
+def test_counts_of_exchanges_begin_anew() -> None:
+    """After 2^32 exchanges, here in the middle of more than there are slots for."""
+
+    def act(end: Exchange) -> list[torch.Tensor]:
+        words = end._memory._words  # type: ignore[union-attr]
+        words[1] = words[2] = peer_memory._in_both_halves((1 << 32) - 70)
+        end._barrier.wait(_LIMIT_S)  # type: ignore[attr-defined]
+        for number in range(150):
+            end.begin_part(torch.full((2,), float(number)), [1, 1])
+        parts = [end.end_part() for _ in range(150)]
+        assert words[1] == words[2] == peer_memory._in_both_halves(80)
+        return parts
+
+    for found in Host(2).run(act):
+        assert torch.cat(found).tolist() == [2.0 * number for number in range(150)]
+
+
+def test_what_is_copied_meanwhile_is_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = PeerMemory(0), PeerMemory(1)
+    told = [first.told(), second.told()]
+    assert first.finds(told)
+    assert second.finds(told)
+    clock, values, taken = [0.0], torch.arange(8.0), torch.zeros(8)
+    read = peer_memory._read
+
+    def copied(pid: int, address: int, into: int, size_bytes: int) -> None:
+        if address == values.data_ptr():
+            clock[0] += 5.0
+        read(pid, address, into, size_bytes)
+
+    def slept(_: float) -> None:
+        clock[0] += 3.0
+        second.offer(values, [], bool)
+
+    of_own = SimpleNamespace(monotonic=lambda: clock[0], sleep=slept)
+    monkeypatch.setattr(peer_memory, "_read", copied)
+    monkeypatch.setattr(peer_memory, "time", of_own)
+    first.take(first.offer(values, [Want(1, values.nbytes, 0, taken)], bool), lambda _: True)
+    assert torch.equal(taken, values)
+    assert clock == [8.0]
+    assert first.waited_s == 3.0
 
 
 def test_a_rank_that_leaves_or_offers_something_else_breaks_the_exchange() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from gascompile.core.checks.machine_files import preset
 from gascompile.core.errors import RankError
+from gascompile.core.machine import Interference
 from gascompile.core.ranks import RankLayout
 from gascompile.runtime.collectives import exchange
 from gascompile.runtime.collectives.exchange import Exchange, exchanging
@@ -27,6 +29,7 @@ from gascompile.training.planning.rank_overlap import (
     overlapped,
     waits_s,
     with_flying,
+    with_moves,
 )
 from gascompile.training.planning.step_program import StepOptions, StepProgram, step_program
 from gascompile.training.planning.step_workload import step_workload
@@ -200,6 +203,48 @@ def test_ranks_wait_for_who_comes_last_by_the_ops_since_they_met() -> None:
     for sum_s, wanted in ((0.0, 0.1), (9.0, 0.0)):
         found = waits_s(beside, own, Network(time_s={begun: sum_s}, busy=0.0, late=0.1))
         assert found[last.name] == pytest.approx(wanted)
+
+
+def test_what_begins_while_another_is_under_way_takes_less() -> None:
+    beside = overlapped(step_of(wide()))
+    assert beside is not None
+    nodes = beside.program.op_nodes()
+    begins = [node.name for node in nodes if node.target in rank_ops.BEGINS]
+    alone, beside_others = dict.fromkeys(begins, 1.0), dict.fromkeys(begins, 0.25)
+    found = waits_s(beside, {}, Network(time_s=alone, flow_s=beside_others, busy=0.0))
+    # Nothing else takes any time.
+    now_s = free_s = 0.0
+    done_s, num_short = deque[float](), 0
+    for node in nodes:
+        if node.target in rank_ops.BEGINS:
+            num_short += free_s > now_s
+            free_s = max(free_s, now_s) + (0.25 if free_s > now_s else 1.0)
+            done_s.append(free_s)
+        elif node.target in rank_ops.ENDS:
+            now_s = max(now_s, done_s.popleft())
+    assert num_short > 1
+    assert sum(found.values()) == pytest.approx(now_s)
+    assert now_s == pytest.approx(len(begins) - 0.75 * num_short)
+
+
+def test_ops_lose_to_moves_unless_they_wait_for_other_ranks() -> None:
+    step = step_of(wide())
+    workload = step_workload(step, MACHINE)
+    exchanges = {node.name for node in step.program.op_nodes() if is_exchange(node)}
+    tier, size_of = MACHINE.compute_tier, len(workload.ops)
+    ops = tuple(replace(op, time_s={**op.time_s, tier: 1.0}) for op in workload.ops)
+    timed = replace(workload, ops=ops)
+    network: Any = SimpleNamespace(moves_s_per_byte=1e-9, busy=0.25)
+    found = with_moves(MACHINE, timed, step, network)
+    share = 1 - 0.75 * len(exchanges) / size_of
+    assert 0 < share < 1
+    assert found.interference.op_s_per_byte == pytest.approx(1e-9 * share)
+    assert replace(found, interference=MACHINE.interference) == MACHINE
+    # Of a machine that was found to lose more without other ranks that is what counts.
+    worse = replace(MACHINE, interference=Interference(op_s_per_byte=1e-8))
+    assert with_moves(worse, timed, step, network) is worse
+    unknown: Any = SimpleNamespace(moves_s_per_byte=None, busy=0.25)
+    assert with_moves(MACHINE, timed, step, unknown) is MACHINE
 
 
 def test_what_is_under_way_when_a_run_ends_is_waited_for_by_nobody() -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
+from gascompile.core.machine import Machine
 from gascompile.core.program import add_node, copied_graph, graph_module_of
 from gascompile.core.workload import Workload
 from gascompile.distributed.ladder import Ladder
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _MOST_BYTES = 64 << 20
 """Of exchanges under way at a time: what is sent and what is received. [Empirical] Four ranges of 16 MiB, of which a
 network of 1 GB/s has 60 ms to bring, about as long as a processor takes for the layer of a billion parameters."""
+_MOVES = "what ops lose to moves, measured with the ops and moves of all ranks at work"
 forced: bool | None = None
 """Takes the place of the choice, for tests."""
 _FOLLOWS = ("gascompile_updates", "gascompile_ranks")
@@ -41,6 +43,8 @@ class Network:
     """By the name of the op, without anything beside it."""
     busy: float
     """Share of that which ops beside it lose to it."""
+    flow_s: Mapping[str, float] = field(default_factory=dict)
+    """By the name of the op, with other exchanges under way; as long as without, where it is not there."""
     begin_s: Mapping[str, float] = field(default_factory=dict)
     """What ops wait for those to begin that go on beside them."""
     late: float = 0.0
@@ -209,7 +213,7 @@ def with_flying(workload: Workload, step: StepProgram) -> Workload:
 
 def network_of(step: StepProgram, ladder: Ladder) -> Network:
     """Return what the exchanges of a step take by a network's ladder."""
-    time_s, begin_s = {}, {}
+    time_s, flow_s, begin_s = {}, {}, {}
     for node in step.program.op_nodes():
         if not rank_ops.waits(node.target):
             continue
@@ -220,13 +224,17 @@ def network_of(step: StepProgram, ladder: Ladder) -> Network:
             time_s[node.name] = ladder.seconds(size_bytes, divided=divided)
         if node.target in rank_ops.BEGINS:
             begin_s[node.name] = ladder.begin_s(size_bytes)
-    return Network(time_s=time_s, busy=ladder.busy, begin_s=begin_s, late=ladder.late)
+            flow_s[node.name] = min(ladder.flow_s(size_bytes), time_s[node.name])
+    return Network(
+        time_s=time_s, busy=ladder.busy, flow_s=flow_s, begin_s=begin_s, late=ladder.late
+    )
 
 
 def waits_s(step: StepProgram, times_s: Mapping[str, float], network: Network) -> dict[str, float]:
     """Return what exchanges take of the processor's time, beside ops or not.
 
-    One exchange goes on at a time. While ops run beside it they give up the share that it keeps the processor busy.
+    Exchanges go on one after the other, and take less each where one begins before the last has ended. While ops run
+    beside them they give up the share that these keep the processor busy.
     Ranks come to the ones that they wait for at times that differ by what the same ops take now and then.
 
     Args:
@@ -241,7 +249,10 @@ def waits_s(step: StepProgram, times_s: Mapping[str, float], network: Network) -
         alone_s = network.time_s.get(node.name, 0.0)
         if node.target in rank_ops.BEGINS:
             wait_of[node.name] = network.begin_s.get(node.name, 0.0)
-            free_s = max(free_s, now_s + wait_of[node.name]) + alone_s
+            begun_s = now_s + wait_of[node.name]
+            if free_s > begun_s:
+                alone_s = network.flow_s.get(node.name, alone_s)
+            free_s = max(free_s, begun_s) + alone_s
             flying.append((free_s, alone_s))
         elif node.target in rank_ops.ENDS:
             done_s, alone_s = flying.pop(0)
@@ -257,3 +268,22 @@ def waits_s(step: StepProgram, times_s: Mapping[str, float], network: Network) -
             since_s += times_s.get(node.name, 0.0)
         now_s += wait_of.get(node.name, times_s.get(node.name, 0.0))
     return wait_of
+
+
+def with_moves(machine: Machine, workload: Workload, step: StepProgram, ladder: Ladder) -> Machine:
+    """Return a machine whose ops lose what they were found to lose to the rank's own moves.
+
+    What moves while ranks wait for each other takes nothing from ops; moves are taken to be spread over the step.
+    """
+    if not ladder.moves_s_per_byte:
+        return machine
+    waits = {node.name for node in step.program.op_nodes() if rank_ops.waits(node.target)}
+    times_s = {op.name: op.time_s[machine.compute_tier] for op in workload.ops}
+    all_s = sum(times_s.values())
+    idle_s = (1 - ladder.busy) * sum(times_s[name] for name in waits if name in times_s)
+    lost_s = ladder.moves_s_per_byte * (1 - idle_s / all_s if all_s else 1.0)
+    before = machine.interference
+    if before.op_s_per_byte >= lost_s:
+        return machine
+    source = f"{before.source}; {_MOVES}" if before.source else _MOVES
+    return replace(machine, interference=replace(before, op_s_per_byte=lost_s, source=source))
