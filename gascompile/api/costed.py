@@ -55,6 +55,8 @@ def plan_costed(
             reserved_bytes=reserved_bytes + taken_bytes,
             arena_of=arena_of,
             on_heap=may_move,
+            # What others share an arena with, or meet ops of other sites in, has nothing half the way.
+            has_hops=may_move is not None,
             **config.search_limits,
         )
         return planned(plan, workload, machine, config, is_free=arena_of is None)

@@ -63,12 +63,13 @@ def _problem_of(plan: Plan) -> Problem:
 
 def _placement_of(plan: Plan, task: Problem) -> Placement:
     """Return the placement that the plan's steps carry out."""
-    link_names = [link.name for link in task.links]
+    sources = [link.source_tier for link in task.links]
     link_by_tensor: dict[str, int] = {}
     releases: dict[str, list[int]] = {}
     for step in plan.steps:
         if isinstance(step, Prefetch):
-            link_by_tensor[step.tensor] = link_names.index(step.link)
+            # That of its home: what waits half the way is pushed on over another.
+            link_by_tensor[step.tensor] = sources.index(plan.tensors[step.tensor].home)
         elif isinstance(step, Release):
             releases.setdefault(step.tensor, []).append(step.op)
     link_of = tuple(link_by_tensor.get(weight.name) for weight in task.weights)

@@ -14,7 +14,7 @@ from gascompile.core.op_sites import plan_sites
 from gascompile.core.plan import Plan
 from gascompile.core.reports import Stall
 from gascompile.core.sizes import format_size, format_time
-from gascompile.core.steps import Compute, Prefetch, Release, Wait
+from gascompile.core.steps import Compute, Evict, Fetch, Prefetch, Release, Wait, fetched_to
 from gascompile.core.tiles import base_name
 from gascompile.core.workload import OpSpec, TensorKind, TensorSpec
 from gascompile.cost_models.formulas.gathers import gathered
@@ -241,7 +241,7 @@ def _in_arena(plan: Plan, name: str) -> bool:
 def _is_all_arena(plan: Plan) -> bool:
     """Whether weights in the arena are all that the plan decides about."""
     site = plan.machine.compute_tier
-    plain = (Compute, Prefetch, Wait, Release)
+    plain = (Compute, Fetch, Evict, Prefetch, Wait, Release)
     return all(isinstance(step, plain) for step in plan.steps) and all(
         op.site == site for op in plan.ops
     )
@@ -289,6 +289,11 @@ def _reason_in_arena(tensor: TensorExplanation, plan: Plan) -> str:
     site = plan.machine.compute_tier
     if tensor.home == site:
         return f"it stays in the arena of {site}"
+    if (middle := fetched_to(plan.steps).get(tensor.name)) is not None:
+        return (
+            f"it is streamed from {tensor.home} to the arena of {middle}, as far ahead as that has room, and pushed on "
+            f"from there through the arena of {site}"
+        )
     return f"it is streamed from {tensor.home} through the arena of {site}"
 
 

@@ -95,7 +95,7 @@ def placements_of(problem: Problem, residents: frozenset[int], strategy: str) ->
         if link_of is None:
             continue
         for reach in _REACHES:
-            kept = _near_intervals(problem, streamed, reach)
+            kept = near_intervals(problem, streamed, reach)
             placements[Placement(strategy=strategy, link_of=link_of, kept=kept)] = None
         if len(problem.weights) >= MANY_WEIGHTS:
             break
@@ -173,7 +173,7 @@ def _spread_rank(i: int, count: int) -> int:
     return int(format(i, f"0{bits}b")[::-1], 2)
 
 
-def _near_intervals(
+def near_intervals(
     problem: Problem, streamed: Sequence[int], reach: int
 ) -> frozenset[tuple[int, int]]:
     """Return intervals of streamed weights with fewer than ``reach`` ops in them that read such weights."""

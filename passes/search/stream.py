@@ -46,6 +46,7 @@ from gascompile.passes.search.search import best_staging, search
 from gascompile.passes.search.share_arena import residents_of, share_arena
 from gascompile.passes.search.sites import SitedSchedule, sites
 from gascompile.passes.search.strategies import family, placements_of, strategies
+from gascompile.passes.search.two_hops import two_hops
 
 _CLEAR_GAIN = 0.1
 """Of the time without other sites: with less, the solver may find a plan without them that is as good."""
@@ -74,6 +75,7 @@ def stream(
     strategy: str | None = None,
     reserved_bytes: int = 0,
     arena_of: Plan | None = None,
+    has_hops: bool = True,
 ) -> tuple[Draft, Proof]:
     """Return the draft of the plan, and what no plan can beat: none that only moves weights, and none at all.
 
@@ -92,7 +94,7 @@ def stream(
         schedule, relaxed_s = (
             (share_arena(task, arena_of), 0.0)
             if arena_of
-            else _choose(task, strategy, effort.left_s, notes)
+            else _choose(task, strategy, effort, notes, has_hops=has_hops)
         )
         proof = _prove(task, schedule.seconds, effort, notes, relaxed_s)
         return FormSolution(task=task, schedule=schedule, proof=proof)
@@ -247,9 +249,10 @@ def _keeps_budget(task: Problem, sited: SitedSchedule) -> bool:
 
 
 def _choose(
-    task: Problem, strategy: str | None, left_s: Callable[[], float], notes: list[str]
+    task: Problem, strategy: str | None, effort: Effort, notes: list[str], *, has_hops: bool
 ) -> tuple[Schedule, float]:
     """Return the best schedule of one strategy, or of all of them, and what the relaxation showed on the way."""
+    left_s = effort.left_s
     least_arena_bytes = feasible(task).arena_bytes
     schedule: Schedule | None = None
     relaxed_s = 0.0
@@ -266,6 +269,8 @@ def _choose(
             schedule, relaxed_s = refine(task, least_arena_bytes, schedule, time_limit_s=left_s())
         except SolverError as error:
             notes.append(f"planned without the integer program: {error}")
+        if has_hops:
+            schedule = two_hops(task, schedule, mip_gap=effort.mip_gap, time_limit_s=left_s())
     assert schedule is not None, "a feasible problem has a schedule"
     return schedule, relaxed_s
 

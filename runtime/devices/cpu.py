@@ -18,6 +18,7 @@ class CpuDevice:
     name = "cpu"
     torch_device = torch.device("cpu")
     is_host = True
+    paces_links = False
     races = None
     capacity_bytes = None
 

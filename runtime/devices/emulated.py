@@ -280,6 +280,7 @@ class EmulatedDevice:
     name = "emulated"
     torch_device = torch.device("cpu")
     is_host = False
+    paces_links = True
     races = None
 
     def __init__(

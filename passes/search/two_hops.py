@@ -1,0 +1,162 @@
+"""Two hops: the fastest schedule in which what comes from a drive waits in the memory in between.
+
+Read ahead of what the computing memory has room for, and read once for several uses: both take room in between that
+could as well hold weights for good. So sets of residents, sizes of the arena in between and of the staging region
+are tried together, and the rest of the memory in between is filled with homes, spread evenly. None of these depends
+on the budget of the tier that computes, which only decides what fits; what a bound rules out is not tried.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate
+
+from gascompile.passes.bounds.certify import physical_limit
+from gascompile.passes.model.problem import Placement, Problem, StagedCopy
+from gascompile.passes.search.hop_schedule import (
+    Hop,
+    HopCopies,
+    homes_of,
+    hop_bound_s,
+    hop_copies,
+    hop_schedule,
+    hops,
+)
+from gascompile.passes.search.schedule import Schedule
+from gascompile.passes.search.search import resident_bytes, snap, staging_sizes_of
+from gascompile.passes.search.strategies import MANY_WEIGHTS, near_intervals, strategies
+
+_WINDOWS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
+"""Streamed weights that follow each other, for which the arena in between has room. Chosen, not measured."""
+_REACHES = (0, 8, 1 << 30)
+"""Streamed copies, within which a weight waits half the way for its next use; the last one is all of an iteration."""
+_PATIENCE = 24
+"""Sets of residents that are tried in vain before the search among many weights ends; as in ``search``."""
+_MOST_WORK = 150_000
+"""Copies that are placed in one search; [empirical] about a second and a half on one core of an EPYC."""
+_ROUNDING = 1e-9  # share by which sums of seconds in another order differ
+
+
+def two_hops(
+    problem: Problem, best: Schedule | None, *, mip_gap: float, time_limit_s: float = math.inf
+) -> Schedule | None:
+    """Return the faster of ``best`` and the schedules in two hops within the budget.
+
+    Args:
+        problem: what is planned.
+        best: the best schedule without.
+        mip_gap: nothing is tried where no such schedule gains as large a share.
+        time_limit_s: seconds after which a schedule is not improved further.
+    """
+    deadline_s = time.perf_counter() + time_limit_s
+    for hop in hops(problem):
+        work = vain = 0
+        is_large = len(problem.weights) >= MANY_WEIGHTS
+        for bound_s, residents, strategy in _sets(problem):
+            known_s = best.seconds if best is not None else math.inf
+            if bound_s >= known_s * (1 - _ROUNDING) or (
+                not work and bound_s >= known_s * (1 - mip_gap)
+            ):
+                break
+            if best is not None and (work >= _MOST_WORK or time.perf_counter() > deadline_s):
+                break
+            if is_large and vain >= _PATIENCE:
+                break
+            before = best
+            best, taken = _staged(problem, hop, residents, strategy, best)
+            work += taken
+            vain = 0 if best is not before else vain + 1
+    return best
+
+
+def _sets(problem: Problem) -> list[tuple[float, frozenset[int], str]]:
+    """Return sets of residents that fit, each with a time that no schedule with it beats, by that time."""
+    found: list[tuple[float, float, int, int]] = []
+    families = strategies(problem)
+    total = sum(weight.size_bytes for weight in problem.weights)
+    rooms = problem.room_bytes
+    for number, family in enumerate(families):
+        weights = [problem.weights[i] for i in family.order]
+        taken = [0, *accumulate(weight.reserved_bytes for weight in weights)]
+        kept = [0, *accumulate(weight.size_bytes for weight in weights)]
+        for count in range(family.least, bisect_right(taken, problem.arena_limit_bytes)):
+            moved_s, _ = physical_limit(0.0, total - kept[count], 0, problem.machine, rooms)
+            bound_s = max(problem.compute_s, moved_s * (1 - _ROUNDING))
+            found.append((bound_s, moved_s, number, count))
+    seen: dict[frozenset[int], tuple[float, frozenset[int], str]] = {}
+    for bound_s, _, number, count in sorted(found):
+        member = families[number].member(count)
+        seen.setdefault(member.residents, (bound_s, member.residents, member.strategy))
+    return list(seen.values())
+
+
+def _staged(
+    problem: Problem, hop: Hop, residents: frozenset[int], strategy: str, best: Schedule | None
+) -> tuple[Schedule | None, int]:
+    """Return the faster of ``best`` and the schedules with a set of residents, and the copies that were placed."""
+    kept_bytes = resident_bytes(problem, residents)
+    room_bytes = problem.room_bytes[hop.place]
+    work = 0
+    for middle_bytes in _middle_sizes(problem, residents):
+        if middle_bytes > room_bytes:
+            break
+        held_bytes = room_bytes - middle_bytes
+        placement = homes_of(problem, residents, hop, held_bytes, strategy=strategy)
+        if placement is None or hop.home not in placement.link_of:
+            continue
+        for kept in _kept(problem, residents):
+            staying = replace(placement, kept=kept)
+            for made in _copies(problem, staying, hop):
+                bound_s = hop_bound_s(problem, made)
+                for staging_bytes in reversed(staging_sizes_of(problem, made.copies)):
+                    if kept_bytes + staging_bytes > problem.arena_limit_bytes:
+                        continue
+                    if best is not None and bound_s >= best.seconds * (1 - _ROUNDING):
+                        break
+                    work += len(made.copies) + len(made.fetched)
+                    staged = hop_schedule(
+                        problem,
+                        staying,
+                        hop,
+                        made,
+                        resident_bytes=kept_bytes,
+                        staging_bytes=staging_bytes,
+                        middle_bytes=middle_bytes,
+                    )
+                    if staged is not None:
+                        staged = snap(staged, bound_s)
+                        if best is None or staged.seconds < best.seconds * (1 - _ROUNDING):
+                            best = staged
+    return best, work
+
+
+def _middle_sizes(problem: Problem, residents: frozenset[int]) -> list[int]:
+    """Return sizes of the arena in between worth trying, ascending."""
+    rooms = [w.reserved_bytes for i, w in enumerate(problem.weights) if i not in residents]
+    count = len(rooms)
+    sums = [0, *accumulate([*rooms, *(rooms if problem.repeats else [0] * count)])]
+    sizes: set[int] = set()
+    for window in _WINDOWS:
+        reach = min(window, count)
+        sizes.add(max((sums[k + reach] - sums[k] for k in range(count)), default=0))
+    return sorted(sizes - {0})
+
+
+def _kept(problem: Problem, residents: frozenset[int]) -> Iterator[frozenset[tuple[int, int]]]:
+    """Yield intervals that streamed weights stay for where ops compute, as ``placements_of`` does."""
+    streamed = [i for i in range(len(problem.weights)) if i not in residents]
+    yield from dict.fromkeys(near_intervals(problem, streamed, reach) for reach in (1, 4))
+
+
+def _copies(problem: Problem, placement: Placement, hop: Hop) -> Iterator[HopCopies]:
+    """Yield the copies with each reach that makes a difference."""
+    seen: set[tuple[StagedCopy, ...]] = set()
+    for reach in _REACHES:
+        made = hop_copies(problem, placement, hop, reach)
+        if made.fetched not in seen:
+            seen.add(made.fetched)
+            yield made
