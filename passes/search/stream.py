@@ -264,13 +264,13 @@ def _choose(
     schedule = schedule or search(
         task, strategies(task), task.arena_limit_bytes, time_limit_s=left_s()
     )
+    if strategy is None and has_hops:
+        schedule = two_hops(task, schedule, mip_gap=effort.mip_gap, time_limit_s=left_s())
     if strategy is None:
         try:
             schedule, relaxed_s = refine(task, least_arena_bytes, schedule, time_limit_s=left_s())
         except SolverError as error:
             notes.append(f"planned without the integer program: {error}")
-        if has_hops:
-            schedule = two_hops(task, schedule, mip_gap=effort.mip_gap, time_limit_s=left_s())
     assert schedule is not None, "a feasible problem has a schedule"
     return schedule, relaxed_s
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
 
-from gascompile.passes.bounds.certify import physical_limit
+from gascompile.passes.bounds.certify import physical_limit, problem_limit
 from gascompile.passes.model.problem import Placement, Problem, StagedCopy
 from gascompile.passes.search.hop_schedule import (
     Hop,
@@ -34,6 +34,8 @@ _WINDOWS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 """Streamed weights that follow each other, for which the arena in between has room. Chosen, not measured."""
 _REACHES = (0, 8, 1 << 30)
 """Streamed copies, within which a weight waits half the way for its next use; the last one is all of an iteration."""
+_FEW = 2
+"""Staging regions that are tried first among many weights: the largest. Chosen, not measured."""
 _PATIENCE = 24
 """Sets of residents that are tried in vain before the search among many weights ends; as in ``search``."""
 _MOST_WORK = 150_000
@@ -54,23 +56,40 @@ def two_hops(
     """
     deadline_s = time.perf_counter() + time_limit_s
     for hop in hops(problem):
+        if not _may_gain(problem, hop, best, mip_gap):
+            continue
+        is_large = best is not None and len(problem.weights) >= MANY_WEIGHTS
+        if is_large and best is not None:
+            # Of many weights a look around the best schedule tells whether more is worth the time.
+            residents = frozenset(w for w, x in enumerate(best.placement.link_of) if x is None)
+            before = best
+            best, _ = _staged(problem, hop, residents, best.placement.strategy, best, few=True)
+            if best is before:
+                continue
         work = vain = 0
-        is_large = len(problem.weights) >= MANY_WEIGHTS
         for bound_s, residents, strategy in _sets(problem):
             known_s = best.seconds if best is not None else math.inf
-            if bound_s >= known_s * (1 - _ROUNDING) or (
-                not work and bound_s >= known_s * (1 - mip_gap)
-            ):
-                break
-            if best is not None and (work >= _MOST_WORK or time.perf_counter() > deadline_s):
+            over = work >= _MOST_WORK or time.perf_counter() > deadline_s
+            if bound_s >= known_s * (1 - _ROUNDING) or (best is not None and over):
                 break
             if is_large and vain >= _PATIENCE:
                 break
             before = best
-            best, taken = _staged(problem, hop, residents, strategy, best)
+            best, taken = _staged(problem, hop, residents, strategy, best, few=is_large)
             work += taken
             vain = 0 if best is not before else vain + 1
     return best
+
+
+def _may_gain(problem: Problem, hop: Hop, best: Schedule | None, mip_gap: float) -> bool:
+    """Return whether a schedule in two hops may be faster by a share of ``mip_gap``."""
+    weights = [weight for weight in problem.weights if weight.uses]
+    streamed_bytes = sum(weight.size_bytes for weight in weights)
+    room_bytes = problem.room_bytes[hop.place]
+    if streamed_bytes <= room_bytes:
+        # All of it is at home in between, whole and for good.
+        return False
+    return best is None or problem_limit(problem)[0] < best.seconds * (1 - mip_gap)
 
 
 def _sets(problem: Problem) -> list[tuple[float, frozenset[int], str]]:
@@ -95,13 +114,25 @@ def _sets(problem: Problem) -> list[tuple[float, frozenset[int], str]]:
 
 
 def _staged(
-    problem: Problem, hop: Hop, residents: frozenset[int], strategy: str, best: Schedule | None
+    problem: Problem,
+    hop: Hop,
+    residents: frozenset[int],
+    strategy: str,
+    best: Schedule | None,
+    *,
+    few: bool,
 ) -> tuple[Schedule | None, int]:
-    """Return the faster of ``best`` and the schedules with a set of residents, and the copies that were placed."""
+    """Return the faster of ``best`` and the schedules with a set of residents, and the copies that were placed.
+
+    Args:
+        few: try few sizes.
+
+    The others are those of ``two_hops``.
+    """
     kept_bytes = resident_bytes(problem, residents)
     room_bytes = problem.room_bytes[hop.place]
     work = 0
-    for middle_bytes in _middle_sizes(problem, residents):
+    for middle_bytes in _middle_sizes(problem, residents)[:: 2 if few else 1]:
         if middle_bytes > room_bytes:
             break
         held_bytes = room_bytes - middle_bytes
@@ -112,9 +143,7 @@ def _staged(
             staying = replace(placement, kept=kept)
             for made in _copies(problem, staying, hop):
                 bound_s = hop_bound_s(problem, made)
-                for staging_bytes in reversed(staging_sizes_of(problem, made.copies)):
-                    if kept_bytes + staging_bytes > problem.arena_limit_bytes:
-                        continue
+                for staging_bytes in _staging_sizes(problem, made, kept_bytes, few=few):
                     if best is not None and bound_s >= best.seconds * (1 - _ROUNDING):
                         break
                     work += len(made.copies) + len(made.fetched)
@@ -127,11 +156,25 @@ def _staged(
                         staging_bytes=staging_bytes,
                         middle_bytes=middle_bytes,
                     )
-                    if staged is not None:
-                        staged = snap(staged, bound_s)
-                        if best is None or staged.seconds < best.seconds * (1 - _ROUNDING):
-                            best = staged
+                    best = _faster(best, staged, bound_s)
     return best, work
+
+
+def _faster(best: Schedule | None, staged: Schedule | None, bound_s: float) -> Schedule | None:
+    if staged is None:
+        return best
+    staged = snap(staged, bound_s)
+    is_faster = best is None or staged.seconds < best.seconds * (1 - _ROUNDING)
+    return staged if is_faster else best
+
+
+def _staging_sizes(
+    problem: Problem, made: HopCopies, resident_bytes: int, *, few: bool
+) -> list[int]:
+    """Return sizes of the staging region that fit, the largest first."""
+    most_bytes = problem.arena_limit_bytes - resident_bytes
+    sizes = [size for size in staging_sizes_of(problem, made.copies) if size <= most_bytes][::-1]
+    return [*sizes[:_FEW], *sizes[-1:]] if few and len(sizes) > _FEW else sizes
 
 
 def _middle_sizes(problem: Problem, residents: frozenset[int]) -> list[int]:
