@@ -289,12 +289,13 @@ def _reason_in_arena(tensor: TensorExplanation, plan: Plan) -> str:
     site = plan.machine.compute_tier
     if tensor.home == site:
         return f"it stays in the arena of {site}"
-    if (middle := fetched_to(plan.steps).get(tensor.name)) is not None:
-        return (
-            f"it is streamed from {tensor.home} to the arena of {middle}, as far ahead as that has room, and pushed on "
-            f"from there through the arena of {site}"
-        )
-    return f"it is streamed from {tensor.home} through the arena of {site}"
+    return f"{_streamed(plan, tensor)} through the arena of {site}"
+
+
+def _streamed(plan: Plan, tensor: TensorExplanation) -> str:
+    middle = fetched_to(plan.steps).get(tensor.name)
+    ahead = f" by way of {middle}, where it waits" if middle is not None else ""
+    return f"it is streamed from {tensor.home}{ahead}"
 
 
 def _reason_of_choice(tensor: TensorExplanation, plan: Plan, choices: tuple[OtherMove, ...]) -> str:
@@ -330,7 +331,7 @@ def _reason(plan: Plan, tensor: TensorExplanation, other: Alternative) -> str:
         if tensor.home == site:
             return f"it stays in {site}: streamed, it would not fit beside what is in use at the same time"
         return (
-            f"it is streamed from {tensor.home}: kept in {site} it takes {format_size(other.arena_change_bytes)}, "
+            f"{_streamed(plan, tensor)}: kept in {site} it takes {format_size(other.arena_change_bytes)}, "
             f"which the budget of {format_size(plan.budget_bytes[site])} does not leave"
         )
     small = abs(other.change_s) <= _SAME * tensor.plan_s
@@ -339,13 +340,13 @@ def _reason(plan: Plan, tensor: TensorExplanation, other: Alternative) -> str:
             return f"it stays in {site} because there is room; streaming it would cost no time"
         return f"it stays in {site}: streaming it would cost {format_time(other.change_s)} per iteration"
     if small:
-        return f"it is streamed from {tensor.home}: keeping it in {site} would save no time"
+        return f"{_streamed(plan, tensor)}: keeping it in {site} would save no time"
     if other.change_s > 0:
         return (
-            f"it is streamed from {tensor.home}: keeping it in {site} would cost {format_time(other.change_s)} per "
+            f"{_streamed(plan, tensor)}: keeping it in {site} would cost {format_time(other.change_s)} per "
             "iteration, because less room would be left to prefetch the others into"
         )
     return (
-        f"it is streamed from {tensor.home}; keeping it in {site} would save {format_time(-other.change_s)}, which the "
+        f"{_streamed(plan, tensor)}; keeping it in {site} would save {format_time(-other.change_s)}, which the "
         f"search left within its gap of {plan.certificate.gap:.2%}"
     )

@@ -129,7 +129,6 @@ def _staged(
 
     The others are those of ``two_hops``.
     """
-    kept_bytes = resident_bytes(problem, residents)
     room_bytes = problem.room_bytes[hop.place]
     work = 0
     for middle_bytes in _middle_sizes(problem, residents)[:: 2 if few else 1]:
@@ -141,22 +140,50 @@ def _staged(
             continue
         for kept in _kept(problem, residents):
             staying = replace(placement, kept=kept)
-            for made in _copies(problem, staying, hop):
-                bound_s = hop_bound_s(problem, made)
-                for staging_bytes in _staging_sizes(problem, made, kept_bytes, few=few):
-                    if best is not None and bound_s >= best.seconds * (1 - _ROUNDING):
-                        break
-                    work += len(made.copies) + len(made.fetched)
-                    staged = hop_schedule(
-                        problem,
-                        staying,
-                        hop,
-                        made,
-                        resident_bytes=kept_bytes,
-                        staging_bytes=staging_bytes,
-                        middle_bytes=middle_bytes,
-                    )
-                    best = _faster(best, staged, bound_s)
+            best, taken = _placed(problem, hop, staying, middle_bytes, best, few=few)
+            work += taken
+    return best, work
+
+
+def staged_hops(
+    problem: Problem, placement: Placement, place: str, middle_bytes: int, best: Schedule | None
+) -> Schedule | None:
+    """Return the faster of ``best`` and a placement's schedules in two hops over ``place``, with an arena of a size."""
+    for hop in hops(problem):
+        if hop.place == place and hop.home in placement.link_of:
+            best, _ = _placed(problem, hop, placement, middle_bytes, best, few=False)
+    return best
+
+
+def _placed(
+    problem: Problem,
+    hop: Hop,
+    placement: Placement,
+    middle_bytes: int,
+    best: Schedule | None,
+    *,
+    few: bool,
+) -> tuple[Schedule | None, int]:
+    """Return the faster of ``best`` and the schedules of a placement, and the copies that were placed."""
+    residents = [w for w, link in enumerate(placement.link_of) if link is None]
+    kept_bytes = resident_bytes(problem, residents)
+    work = 0
+    for made in _copies(problem, placement, hop):
+        bound_s = hop_bound_s(problem, made)
+        for staging_bytes in _staging_sizes(problem, made, kept_bytes, few=few):
+            if best is not None and bound_s >= best.seconds * (1 - _ROUNDING):
+                break
+            work += len(made.copies) + len(made.fetched)
+            staged = hop_schedule(
+                problem,
+                placement,
+                hop,
+                made,
+                resident_bytes=kept_bytes,
+                staging_bytes=staging_bytes,
+                middle_bytes=middle_bytes,
+            )
+            best = _faster(best, staged, bound_s)
     return best, work
 
 

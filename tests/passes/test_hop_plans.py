@@ -21,6 +21,7 @@ from gascompile.cost_models.simulate.replay import replay_plan
 from gascompile.cost_models.simulate.trace import trace
 from gascompile.passes.bounds.least_time import least_time
 from gascompile.passes.bounds.occupancy import occupancy
+from gascompile.passes.explain.whatif import whatif
 from gascompile.passes.model.problem import Placement, Problem, problem
 from gascompile.passes.plan.make_plan import make_plan
 from gascompile.passes.search.hop_schedule import hop_copies, hop_schedule, hops
@@ -146,6 +147,14 @@ def test_a_drive_is_read_while_the_computing_memory_is_full() -> None:
     assert has_hops(plan)
     assert plan.arena_bytes["cpu"] == 2 * SLOT
     assert plan.certificate.predicted_s == pytest.approx(6 * drive_s, rel=0.02)
+
+
+def test_what_would_help_a_plan_in_two_hops_is_planned_like_it() -> None:
+    plan = make_plan(chain_of("abcdef", 5e-3), MACHINE, Budget(gpu=SLOT, cpu=2 * SLOT), fingerprint={})
+    assert has_hops(plan)
+    found = whatif(plan, time_limit_s=0.5)
+    assert found.base_s == pytest.approx(plan.certificate.predicted_s)
+    assert all(variant.change_s <= 1e-12 for variant in found.of("bandwidth") if variant.change_s)
 
 
 def test_a_weight_of_several_uses_is_read_once() -> None:
