@@ -150,7 +150,9 @@ def test_a_drive_is_read_while_the_computing_memory_is_full() -> None:
 
 
 def test_what_would_help_a_plan_in_two_hops_is_planned_like_it() -> None:
-    plan = make_plan(chain_of("abcdef", 5e-3), MACHINE, Budget(gpu=SLOT, cpu=2 * SLOT), fingerprint={})
+    plan = make_plan(
+        chain_of("abcdef", 5e-3), MACHINE, Budget(gpu=SLOT, cpu=2 * SLOT), fingerprint={}
+    )
     assert has_hops(plan)
     found = whatif(plan, time_limit_s=0.5)
     assert found.base_s == pytest.approx(plan.certificate.predicted_s)
