@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.plan import Plan
 from gascompile.core.sizes import reserve_bytes
 from gascompile.core.steps import Fetch, fetched_to
@@ -24,6 +25,7 @@ from gascompile.runtime.all_of import joined
 from gascompile.runtime.debug.races import Races, host_thread
 from gascompile.runtime.debug.watched import WatchedEvent
 from gascompile.runtime.memory.arena import POISON
+from gascompile.runtime.memory.pinned import HOST
 from gascompile.runtime.protocols import CopyStream, Event, HostMemory, Receive, Ticket
 from gascompile.runtime.transfer.host_weights import HostCopy, next_copy
 from gascompile.runtime.transfer.read_plan import InPlace, Landing, Piece
@@ -97,13 +99,20 @@ class HalfWay:
         """Take the memory.
 
         Raises:
-            DeviceError: so much cannot be pinned, or is more than the plan's budget.
+            DeviceError: so much cannot be pinned.
+            UnsupportedOpError: the plan has something half the way elsewhere than in the host's memory.
         """
         self._session, self._places = session, fetched_to(plan.steps)
-        place = next(iter(self._places.values()))
+        elsewhere = sorted({*self._places.values()} - {HOST})
+        if elsewhere or session.device.is_host:
+            where = elsewhere[0] if elsewhere else HOST
+            raise UnsupportedOpError(
+                f"the plan of '{plan.workload.name}' lets weights wait in '{where}' on their way, which this runtime "
+                f"does in '{HOST}' alone, for an accelerator; plan for a machine without a link to '{where}'"
+            )
         self.links = tuple(dict.fromkeys(s.link for s in plan.steps if isinstance(s, Fetch)))
         """Of the first hop."""
-        self.memory: HostMemory = session.pin(plan.arena_bytes[place])
+        self.memory: HostMemory = session.pin(plan.arena_bytes[HOST])
         self._waiting: dict[str, _Waiting] = {}
         self._leaving: list[tuple[int, int, Event]] = []
         """Pushes of what has been evicted, with the bytes that they read."""

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from gascompile.core.errors import DeviceError, PlanVerificationError, RaceError
+from gascompile.core.errors import DeviceError, PlanVerificationError, RaceError, UnsupportedOpError
 from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
-from gascompile.core.steps import Evict, Fetch
+from gascompile.core.steps import Evict, Fetch, Step
 from gascompile.passes.graph.insert import insert
 from gascompile.passes.verify.walk import verify
 from gascompile.runtime.debug.watched import WatchedDevice
@@ -101,6 +101,18 @@ def test_what_is_half_the_way_is_in_the_hosts_budget(tmp_path: Path) -> None:
     small = plan.with_accounts(budget_bytes={**plan.budget_bytes, "cpu": pinned_bytes(plan) - 1})
     with pytest.raises(DeviceError, match="pins"), toy.session(small) as session:
         toy.executor(session, small)
+
+
+def test_another_place_in_between_is_refused(tmp_path: Path) -> None:
+    toy = toy_of(tmp_path)
+    plan = hop_plan(toy.workload, FAST, 0)
+
+    def elsewhere(step: Step) -> Step:
+        return dataclasses.replace(step, place="pool") if isinstance(step, Fetch) else step
+
+    steps = tuple(map(elsewhere, plan.steps))
+    with toy.session(plan) as session, pytest.raises(UnsupportedOpError, match="wait in 'pool'"):
+        HalfWay.of(session, dataclasses.replace(plan, steps=steps))
 
 
 # ---------------------------------------------------------------- what is missing is seen
