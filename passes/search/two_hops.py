@@ -28,7 +28,12 @@ from gascompile.passes.search.hop_schedule import (
 )
 from gascompile.passes.search.schedule import Schedule
 from gascompile.passes.search.search import resident_bytes, snap, staging_sizes_of
-from gascompile.passes.search.strategies import MANY_WEIGHTS, near_intervals, strategies
+from gascompile.passes.search.strategies import (
+    MANY_WEIGHTS,
+    REACHES,
+    near_intervals,
+    strategies,
+)
 
 _WINDOWS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 """Streamed weights that follow each other, for which the arena in between has room. Chosen, not measured."""
@@ -219,7 +224,7 @@ def _middle_sizes(problem: Problem, residents: frozenset[int]) -> list[int]:
 def _kept(problem: Problem, residents: frozenset[int]) -> Iterator[frozenset[tuple[int, int]]]:
     """Yield intervals that streamed weights stay for where ops compute, as ``placements_of`` does."""
     streamed = [i for i in range(len(problem.weights)) if i not in residents]
-    yield from dict.fromkeys(near_intervals(problem, streamed, reach) for reach in (1, 4))
+    yield from dict.fromkeys(near_intervals(problem, streamed, reach) for reach in REACHES)
 
 
 def _copies(problem: Problem, placement: Placement, hop: Hop) -> Iterator[HopCopies]:
