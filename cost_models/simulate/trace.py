@@ -35,6 +35,7 @@ from gascompile.cost_models.simulate.memory_curve import MemoryCurve, memory_cur
 from gascompile.cost_models.simulate.replay import compile_events, contention_free, replay_plan
 
 LINK_BUSY, MEMORY, BANDWIDTH = "link busy", "memory", "bandwidth"
+_AT_ONCE_S = 1e-12  # rounding of sums of seconds
 _SATURATED = 0.999
 """Share of an iteration from which on a link counts as busy all the time."""
 
@@ -128,7 +129,8 @@ def _with_causes(walk: _Iteration, machine: Machine) -> tuple[Stall, ...]:
         for pipe, time_s in pipe_times(machine, link, t.size_bytes):
             pipe_s[pipe] += time_s
     stalls = []
-    for stall, t in walk.stalls:
+    for stall, push in walk.stalls:
+        t = _held_up_by(push, walk)
         pipes = pipe_times(machine, machine.link(t.link), t.size_bytes)
         if link_s.get(t.link, 0.0) >= full_s or any(pipe_s[pipe] >= full_s for pipe, _ in pipes):
             cause, blocker = BANDWIDTH, ""
@@ -138,8 +140,19 @@ def _with_causes(walk: _Iteration, machine: Machine) -> tuple[Stall, ...]:
             cause, blocker = MEMORY, t.freed_by
         else:
             cause, blocker = BANDWIDTH, ""
-        stalls.append(replace(stall, cause=cause, blocker=blocker))
+        stalls.append(replace(stall, cause=cause, blocker=blocker, link=t.link))
     return tuple(stalls)
+
+
+def _held_up_by(late: Transfer, walk: _Iteration) -> Transfer:
+    """Return the fetch that a push had to wait for, or the transfer itself."""
+    for t in walk.transfers:
+        if t.kind == "fetch" and t.tensor == late.tensor and walk.seconds:
+            # They may be of different iterations.
+            apart_s = (late.begun_s - t.arrived_s) % walk.seconds
+            if min(apart_s, walk.seconds - apart_s) <= _AT_ONCE_S:
+                return t
+    return late
 
 
 class _Stretch:

@@ -93,6 +93,17 @@ def test_a_plan_in_two_hops_is_kept_whole(tmp_path: Path) -> None:
     assert plan.arena_bytes["cpu"] > 0
 
 
+def test_ops_wait_for_the_hop_that_is_late() -> None:
+    # A drive that is the slower of the two is what ops wait for, though the push is what comes late.
+    plan = make_plan(
+        chain_of("abcdef", 5e-3), MACHINE, Budget(gpu=SLOT, cpu=2 * SLOT), fingerprint={}
+    )
+    assert has_hops(plan)
+    stalls = trace(plan).stalls
+    assert stalls
+    assert {stall.link for stall in stalls if stall.time_s > 1e-4} == {"nvme->cpu"}
+
+
 # ---------------------------------------------------------------- what the search finds
 
 
