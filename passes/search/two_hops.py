@@ -67,10 +67,10 @@ def two_hops(
         if is_large and best is not None:
             # Of many weights a look around the best schedule tells whether more is worth the time.
             residents = frozenset(w for w, x in enumerate(best.placement.link_of) if x is None)
-            before = best
-            best, _ = _staged(problem, hop, residents, best.placement.strategy, best, few=True)
-            if best is before:
+            found, _ = _staged(problem, hop, residents, best.placement.strategy, best, few=True)
+            if found is best:
                 continue
+            best = found
         work = vain = 0
         for bound_s, residents, strategy in _sets(problem):
             known_s = best.seconds if best is not None else math.inf
@@ -79,10 +79,10 @@ def two_hops(
                 break
             if is_large and vain >= _PATIENCE:
                 break
-            before = best
-            best, taken = _staged(problem, hop, residents, strategy, best, few=is_large)
+            better, taken = _staged(problem, hop, residents, strategy, best, few=is_large)
             work += taken
-            vain = 0 if best is not before else vain + 1
+            vain = 0 if better is not best else vain + 1
+            best = better
     return best
 
 
