@@ -204,6 +204,11 @@ class Device(Protocol):
         ...
 
     @property
+    def paces_links(self) -> bool:
+        """Whether it keeps the links of its machine to their speeds, those between places of the host, too."""
+        ...
+
+    @property
     def capacity_bytes(self) -> int | None:
         """What a run may allocate there where the memory itself does not refuse; else ``None``."""
         ...
@@ -348,14 +353,14 @@ class TransferEngine(Protocol):
         *,
         key: int,
         link: str,
-        memory: memoryview | None = None,
+        memory: memoryview | Receive | None = None,
         on_done: Callable[[], None] | None = None,
         after: Event | None = None,
     ) -> Ticket:
         """Queue a tensor for the reservation at ``address``; the smallest ``key`` is served first.
 
         Args:
-            memory: where it goes if not into the engine's own memory.
+            memory: where it goes if not into the engine's own memory, or what receives it there.
             on_done: called by a thread of the engine before the ticket is done.
             after: whoever used the reservation before is done with it then.
         """

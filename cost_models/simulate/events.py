@@ -8,8 +8,8 @@ found by iterating until the state recurs, and by Karp's theorem where that take
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -23,13 +23,15 @@ ELSEWHERE, CROSS, ARRIVE = 3, 4, 5
 """An op of another site; a copy between sites starts, and is waited for."""
 MEET, FOLLOW = 6, 7
 """Another site waits for a copy; the tier that computes waits for an op of another site."""
+PUSH = 8
+"""A copy starts, once the one that it follows is there."""
 _MAX_ITERATIONS = 12  # until times repeat; if not, the (max, +) matrix tells
 _TOLERANCE_S = 1e-12  # rounding of sums of seconds
 
 Event = tuple[int, int, float]
 """``(COMPUTE, op, seconds) | (PREFETCH, copy, seconds on the link) | (WAIT, copy, 0.0)``, and of several sites
 ``(ELSEWHERE, clock, seconds) | (CROSS, copy, seconds on the link) | (ARRIVE, copy, 0.0) | (MEET, copy, clock)
-| (FOLLOW, number of the op among those elsewhere, 0.0)``."""
+| (FOLLOW, number of the op among those elsewhere, 0.0)``, and of two hops ``(PUSH, copy, seconds on the link)``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +56,24 @@ class EventProgram:
     """Per copy between sites what it takes of the time of the one that hands it over."""
     start_s: float = 0.0
     """When the other sites come to the first of their ops."""
+    source_of: Mapping[int, int] = field(default_factory=dict)
+    """Per copy of a second hop the one of the first."""
     wake_s: float = 0.0
     """How much later than a copy between sites ends who waits for it goes on."""
 
     def crossing(self) -> list[int]:
         """Return the copies that are issued before the first iteration, in the order of their first use."""
-        return crossing(
-            (copy, kind in (PREFETCH, CROSS))
-            for kind, copy, _ in self.events
-            if kind not in (COMPUTE, ELSEWHERE, FOLLOW)
-        )
+        order = crossing(self._touches())
+        # What follows another copy is issued behind it.
+        return sorted(order, key=lambda copy: copy in self.source_of)
+
+    def _touches(self) -> Iterator[tuple[int, bool]]:
+        """Yield the copies that events touch, each with whether it starts there."""
+        for kind, copy, _ in self.events:
+            if kind == PUSH:
+                yield self.source_of[copy], False
+            if kind not in (COMPUTE, ELSEWHERE, FOLLOW):
+                yield copy, kind in (PREFETCH, CROSS, PUSH)
 
 
 class EventTimes(NamedTuple):
@@ -168,10 +178,12 @@ def _issue_early(
 ) -> None:
     """Issue what the first iteration waits for before it issues it."""
     durations = {
-        copy: seconds for kind, copy, seconds in program.events if kind in (PREFETCH, CROSS)
+        copy: seconds for kind, copy, seconds in program.events if kind in (PREFETCH, CROSS, PUSH)
     }
     for copy in early:
-        begun = clock.issue(program.link_of[copy], durations[copy], program.pipes_of[copy], 0.0)
+        source = program.source_of.get(copy)
+        ready = arrival[source] if source is not None else 0.0
+        begun = clock.issue(program.link_of[copy], durations[copy], program.pipes_of[copy], ready)
         arrival[copy] = begun + durations[copy]
 
 
@@ -196,7 +208,8 @@ def _iterate(
                 now = arrival[index]
             waits += 1
         else:
-            arrival[index] = issue(link_of[index], seconds, pipes_of[index], now) + seconds
+            ready = now if kind == PREFETCH else max(now, arrival[program.source_of[index]])
+            arrival[index] = issue(link_of[index], seconds, pipes_of[index], ready) + seconds
     return now
 
 
@@ -214,7 +227,7 @@ def _iterate_sites(
     ended: list[float] = []
     for kind, index, seconds in program.events:
         at_s = from_s = until_s = now[index if kind == ELSEWHERE else 0]
-        if record is not None and kind in (PREFETCH, CROSS):
+        if record is not None and kind in (PREFETCH, CROSS, PUSH):
             record.take_link(program, clock, index)
         if kind == COMPUTE:
             now[0] = until_s = at_s + seconds
@@ -225,9 +238,10 @@ def _iterate_sites(
             now[0] = max(now[0], ended[index])
         elif kind == MEET:
             now[int(seconds)] = max(now[int(seconds)], arrival[index])
-        elif kind == PREFETCH:
+        elif kind in (PREFETCH, PUSH):
             link, pipes = program.link_of[index], program.pipes_of[index]
-            from_s = clock.issue(link, seconds, pipes, at_s)
+            ready_s = at_s if kind == PREFETCH else max(at_s, arrival[program.source_of[index]])
+            from_s = clock.issue(link, seconds, pipes, ready_s)
             arrival[index] = until_s = from_s + seconds
         elif kind == CROSS:
             partner = program.site_of[index]

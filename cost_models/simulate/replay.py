@@ -1,8 +1,9 @@
 """The simulator: what a list of steps takes on a machine, without running it.
 
 One thread walks the steps, one per site where ops run on several, see ``op_sites``. ``Compute`` and
-``Recompute`` take their op's seconds; ``Prefetch``, ``Offload`` and ``Reload`` put a transfer on its link
-and cost nothing; ``Wait`` blocks until the transfer has arrived.
+``Recompute`` take their op's seconds; ``Fetch``, ``Prefetch``, ``Offload`` and ``Reload`` put a transfer on its
+link and cost nothing; ``Wait`` blocks until the transfer has arrived. What is pushed on from a place in between
+takes its turn on the link when it is issued, and begins no earlier than it has come there.
 A link serves its transfers one after the other in the order of their steps; a pipe that links share
 admits a transfer when the bytes of the one before would have passed at the pipe's own bandwidth. While
 an op runs, links lose the share of their speed that the machine's ``interference`` says, and ops lose the
@@ -18,7 +19,20 @@ from gascompile.core.machine import Machine
 from gascompile.core.op_sites import OpSites, lasting_of, op_sites
 from gascompile.core.plan import Plan
 from gascompile.core.reports import Stall, Timeline
-from gascompile.core.steps import Compute, Offload, Prefetch, Recompute, Release, Reload, Step, Wait
+from gascompile.core.steps import (
+    Compute,
+    Evict,
+    Fetch,
+    Offload,
+    Prefetch,
+    Recompute,
+    Release,
+    Reload,
+    Step,
+    Wait,
+    fetched_to,
+    is_push,
+)
 from gascompile.core.workload import OpSpec, TensorKind
 from gascompile.cost_models.formulas.contention import contended, giving_s
 from gascompile.cost_models.formulas.gathers import gather_link_bytes
@@ -32,6 +46,7 @@ from gascompile.cost_models.simulate.events import (
     FOLLOW,
     MEET,
     PREFETCH,
+    PUSH,
     WAIT,
     Event,
     EventProgram,
@@ -40,10 +55,10 @@ from gascompile.cost_models.simulate.events import (
     steady_seconds,
 )
 
-_TRANSFERS = (Prefetch, Offload, Reload)
-_Move = Prefetch | Wait | Release | Offload | Reload
-_Key = tuple[str, int | None]
-"""A tensor and its place: an address of the arena, or ``None`` for the heap."""
+_TRANSFERS = (Fetch, Prefetch, Offload, Reload)
+_Move = Fetch | Evict | Prefetch | Wait | Release | Offload | Reload
+_Key = tuple[str, int | str | None]
+"""A tensor and where: an address of the arena, ``None`` for the heap, or the name of a place in between."""
 
 
 def replay(
@@ -174,20 +189,26 @@ def replay_plan(plan: Plan, machine: Machine | None = None) -> Timeline:
 def up_front_transfers(steps: Sequence[Step]) -> list[int]:
     """Return the indices of the transfers to issue before the first iteration, by first use.
 
-    They are those that are waited for, in the arena also released, earlier in the list than they start.
+    They are those that are waited for, in the arena also released, earlier in the list than they start. What comes
+    from a place in between follows what comes there.
     """
     newest = {_key(step): i for i, step in enumerate(steps) if isinstance(step, _TRANSFERS)}
-    touches = (
+    middle = fetched_to(steps)
+    touches: list[tuple[_Key, bool]] = []
+    for step in steps:
+        if isinstance(step, (Compute, Recompute)):
+            continue
+        if is_push(step, middle):
+            touches.append(((step.tensor, middle[step.tensor]), False))
         # On the heap a release ends another stay, whose bytes are there.
-        (_key(step), not isinstance(step, Wait if step.address is None else (Wait, Release)))
-        for step in steps
-        if not isinstance(step, (Compute, Recompute))
-    )
-    return [newest[key] for key in crossing(touches) if key in newest]
+        ends = Wait if _key(step)[1] is None else (Wait, Release, Evict)
+        touches.append((_key(step), not isinstance(step, ends)))
+    order = [newest[key] for key in crossing(touches) if key in newest]
+    return sorted(order, key=lambda i: is_push(steps[i], middle))
 
 
 def _key(step: _Move) -> _Key:
-    return step.tensor, step.address
+    return step.tensor, step.place if isinstance(step, (Fetch, Evict)) else step.address
 
 
 def compile_events(
@@ -213,8 +234,17 @@ def compile_events(
             link_of.append(links[step.link])
             pipes_of.append(pipe_times(machine, machine.link(step.link), step.size_bytes))
             give_s.append(giving_s(machine, step.size_bytes))
+    sources = _sources(steps, number, repeats=repeats)
     events, step_of = _events(
-        steps, number, op_times_s, machine, sites, site_of, repeats=repeats, ops_apart=ops_apart
+        steps,
+        number,
+        op_times_s,
+        machine,
+        sites,
+        site_of,
+        sources,
+        repeats=repeats,
+        ops_apart=ops_apart,
     )
     return EventProgram(
         events=events,
@@ -227,14 +257,17 @@ def compile_events(
         site_of=site_of,
         step_of=step_of,
         give_s=give_s,
+        source_of=sources,
         start_s=machine.contention.start_s if machine.contention is not None else 0.0,
         wake_s=machine.contention.wake_s if machine.contention is not None else 0.0,
     )
 
 
-def _partner(step: Prefetch | Offload | Reload, sites: OpSites | None, machine: Machine) -> int:
+def _partner(
+    step: Fetch | Prefetch | Offload | Reload, sites: OpSites | None, machine: Machine
+) -> int:
     """Return the clock at the other end of a copy between sites that goes beside its link's others; 0 for others."""
-    if sites is None or isinstance(step, Prefetch) or step.tensor in sites.queued:
+    if sites is None or isinstance(step, (Fetch, Prefetch)) or step.tensor in sites.queued:
         return 0
     return sites.partner(step, machine)
 
@@ -246,6 +279,7 @@ def _events(
     machine: Machine,
     sites: OpSites | None,
     site_of: Sequence[int],
+    sources: Mapping[int, int],
     *,
     repeats: bool,
     ops_apart: bool,
@@ -267,7 +301,7 @@ def _events(
         is_here = isinstance(step, Compute) and (sites is None or not sites.clock(step.op))
         if isinstance(step, Compute) and is_here:
             reached = step.op + 1
-        if isinstance(step, Release) or (is_here and not ops_apart):
+        if isinstance(step, (Release, Evict)) or (is_here and not ops_apart):
             continue
         if reached > begun:
             events.append((COMPUTE, begun, sums[reached] - sums[begun]))
@@ -295,11 +329,29 @@ def _events(
             if step.tensor in written and isinstance(step, Reload):
                 events.append((FOLLOW, written[step.tensor], 0.0))
             time_s = machine.link(step.link).transfer_time_s(step.size_bytes)
-            events.append((CROSS if site_of[copy] else PREFETCH, copy, time_s))
+            kind = PUSH if copy in sources else CROSS if site_of[copy] else PREFETCH
+            events.append((kind, copy, time_s))
     if reached > begun:
         events.append((COMPUTE, begun, sums[reached] - sums[begun]))
     step_of.extend([len(steps) - 1] * (len(events) - len(step_of)))
     return events, step_of
+
+
+def _sources(steps: Sequence[Step], number: Mapping[int, int], *, repeats: bool) -> dict[int, int]:
+    """Return per transfer from a place in between the one to there that it follows."""
+    middle = fetched_to(steps)
+    newest: dict[str, int] = {}
+    if repeats:
+        newest = {step.tensor: number[i] for i, step in enumerate(steps) if isinstance(step, Fetch)}
+    sources: dict[int, int] = {}
+    for i, step in enumerate(steps):
+        if isinstance(step, Fetch):
+            newest[step.tensor] = number[i]
+        elif isinstance(step, Prefetch) and is_push(step, middle):
+            if step.tensor not in newest:
+                raise ValueError(f"the push of '{step.tensor}' over {step.link} has no fetch")
+            sources[number[i]] = newest[step.tensor]
+    return sources
 
 
 def _arrivals(
@@ -336,13 +388,11 @@ def _first_iteration(
                 load = Prefetch(op=0, tensor=name, link=link.name, size_bytes=size, address=-1)
                 order.append((i, load))
                 needed.setdefault(i, []).append(Wait(op=i, tensor=name, address=-1))
-    first_wait = {
-        (step.tensor, step.address): step.op for step in reversed(steps) if isinstance(step, Wait)
-    }
+    first_wait = {_key(step): step.op for step in reversed(steps) if isinstance(step, Wait)}
     for i in up_front_transfers(steps) if repeats else ():
         step = steps[i]
         if isinstance(step, _TRANSFERS):
-            order.append((first_wait.get((step.tensor, step.address), 0), step))
+            order.append((first_wait.get(_key(step), 0), step))
     body = [load for _, load in sorted(order, key=lambda item: item[0])]
     for step in steps:
         if isinstance(step, Compute):

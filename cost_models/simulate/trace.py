@@ -19,13 +19,14 @@ from gascompile.core.op_sites import plan_sites
 from gascompile.core.plan import Plan
 from gascompile.core.reports import Stall, Timeline
 from gascompile.core.sizes import reserve_bytes
-from gascompile.core.steps import Compute, Offload, Prefetch, Recompute, Release, Reload
+from gascompile.core.steps import Compute, Fetch, Offload, Prefetch, Recompute, Release, Reload
 from gascompile.cost_models.formulas.contention import plan_times
 from gascompile.cost_models.simulate.clock import pipe_times
 from gascompile.cost_models.simulate.events import (
     ARRIVE,
     CROSS,
     PREFETCH,
+    PUSH,
     WAIT,
     Record,
     steady_iteration,
@@ -34,6 +35,7 @@ from gascompile.cost_models.simulate.memory_curve import MemoryCurve, memory_cur
 from gascompile.cost_models.simulate.replay import compile_events, contention_free, replay_plan
 
 LINK_BUSY, MEMORY, BANDWIDTH = "link busy", "memory", "bandwidth"
+_AT_ONCE_S = 1e-12  # rounding of sums of seconds
 _SATURATED = 0.999
 """Share of an iteration from which on a link counts as busy all the time."""
 
@@ -54,7 +56,7 @@ class Transfer:
     """One transfer that the iteration waits for or starts; negative times lie before the iteration."""
 
     kind: str
-    """``prefetch``, ``reload`` or ``offload``."""
+    """``fetch``, ``prefetch``, ``reload`` or ``offload``."""
     tensor: str
     link: str
     size_bytes: int
@@ -127,7 +129,8 @@ def _with_causes(walk: _Iteration, machine: Machine) -> tuple[Stall, ...]:
         for pipe, time_s in pipe_times(machine, link, t.size_bytes):
             pipe_s[pipe] += time_s
     stalls = []
-    for stall, t in walk.stalls:
+    for stall, push in walk.stalls:
+        t = _held_up_by(push, walk)
         pipes = pipe_times(machine, machine.link(t.link), t.size_bytes)
         if link_s.get(t.link, 0.0) >= full_s or any(pipe_s[pipe] >= full_s for pipe, _ in pipes):
             cause, blocker = BANDWIDTH, ""
@@ -137,8 +140,19 @@ def _with_causes(walk: _Iteration, machine: Machine) -> tuple[Stall, ...]:
             cause, blocker = MEMORY, t.freed_by
         else:
             cause, blocker = BANDWIDTH, ""
-        stalls.append(replace(stall, cause=cause, blocker=blocker))
+        stalls.append(replace(stall, cause=cause, blocker=blocker, link=t.link))
     return tuple(stalls)
+
+
+def _held_up_by(late: Transfer, walk: _Iteration) -> Transfer:
+    """Return the fetch that a push had to wait for, or the transfer itself."""
+    for t in walk.transfers:
+        if t.kind == "fetch" and t.tensor == late.tensor and walk.seconds:
+            # They may be of different iterations.
+            apart_s = (late.begun_s - t.arrived_s) % walk.seconds
+            if min(apart_s, walk.seconds - apart_s) <= _AT_ONCE_S:
+                return t
+    return late
 
 
 class _Stretch:
@@ -218,7 +232,7 @@ class _Iteration:
         self._issuers = {
             copy: number
             for number, (kind, copy, _) in enumerate(self._events.events)
-            if kind in (PREFETCH, CROSS)
+            if kind in (PREFETCH, CROSS, PUSH)
         }
         """The event that starts each copy."""
         self._freed_by = _freed_by(plan)
@@ -240,7 +254,9 @@ class _Iteration:
 
     def _take(self) -> None:
         """Go through the events."""
-        flying = dict.fromkeys(self._events.crossing() if self._events.repeats else (), True)
+        early = self._events.crossing() if self._events.repeats else ()
+        had = self._had_ahead()
+        flying = {copy: True for copy in early if copy not in had}
         """Whether each copy is of the iteration before."""
         for (kind, copy, _), i, event in zip(
             self._events.events, self._events.step_of, self._record.events, strict=True
@@ -248,7 +264,12 @@ class _Iteration:
             step = self._plan.steps[i]
             if isinstance(step, (Compute, Recompute)):
                 self._take_op(step, event.at_s, event.ended_s)
-            elif kind in (PREFETCH, CROSS):
+            elif kind in (PREFETCH, CROSS, PUSH):
+                source = self._events.source_of.get(copy)
+                if source is not None and source in flying:
+                    # Nobody waits for what is half the way; from here on it is needed.
+                    fetched = self._transfer(source, is_before=flying.pop(source))
+                    self.transfers.append(replace(fetched, wait_op=step.op, needed_s=None))
                 flying[copy] = False
                 self.issued.append(self._transfer(copy))
             elif kind in (WAIT, ARRIVE) and copy in flying:
@@ -261,6 +282,16 @@ class _Iteration:
                     )
                     self.stalls.append((late, done))
         self.transfers += map(self._transfer, flying)
+
+    def _had_ahead(self) -> set[int]:
+        """Return the copies half the way that something is pushed of before the iteration ends that fetches them."""
+        had: set[int] = set()
+        for kind, copy, _ in self._events.events:
+            if kind == PREFETCH:
+                had.discard(copy)
+            elif kind == PUSH:
+                had.add(self._events.source_of[copy])
+        return had
 
     def _take_op(self, step: Compute | Recompute, begun_s: float, ended_s: float) -> None:
         op = step.op if isinstance(step, Compute) else step.source
@@ -296,10 +327,10 @@ class _Iteration:
             freed_by=self._freed_by.get(self._events.step_of[number], ""),
         )
 
-    def _step(self, copy: int) -> Prefetch | Offload | Reload:
+    def _step(self, copy: int) -> Fetch | Prefetch | Offload | Reload:
         """Return the step that starts a copy."""
         step = self._plan.steps[self._events.step_of[self._issuers[copy]]]
-        return cast(Prefetch | Offload | Reload, step)
+        return cast(Fetch | Prefetch | Offload | Reload, step)
 
 
 def _freed_by(plan: Plan) -> dict[int, str]:

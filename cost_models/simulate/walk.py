@@ -26,9 +26,10 @@ from dataclasses import dataclass
 
 from gascompile.core.machine import Link
 from gascompile.core.plan import Plan
-from gascompile.core.steps import Compute, Offload, Prefetch, Recompute, Release, Reload, Step, Wait
+from gascompile.core.steps import Compute, Offload, Recompute, Release, Reload, Step, Wait
 from gascompile.core.workload import PERSISTENT, TensorKind
-from gascompile.cost_models.simulate.arena import ArenaAccount, refuse
+from gascompile.cost_models.simulate.arena import ArenaAccount
+from gascompile.cost_models.simulate.byte_ranges import refuse
 from gascompile.cost_models.simulate.replay import up_front_transfers
 from gascompile.cost_models.simulate.touches import (
     copy_ends,
@@ -118,10 +119,10 @@ class Walk:
         crossing: dict[str, Offload | Reload] = {}
         for i in up_front_transfers(plan.steps) if plan.workload.repeats else ():
             step = plan.steps[i]
-            if isinstance(step, Prefetch):
-                self._arena.move(i, step)
-            elif isinstance(step, (Offload, Reload)):
+            if isinstance(step, (Offload, Reload)):
                 crossing[step.tensor] = step
+            elif not isinstance(step, (Compute, Recompute)):
+                self._arena.move(i, step)
         first = first_touches(plan)
         for name, kind in self._kinds.items():
             if kind not in PERSISTENT:
@@ -182,10 +183,10 @@ class Walk:
                 self._offload(i, step)
             case Reload() if step.tensor in self._kinds:
                 self._reload(i, step)
-            case Prefetch() | Wait() | Release():
-                self._arena.move(i, step)
             case Offload() | Reload():
                 refuse(f"step {i} moves '{step.tensor}', which is not on the heap", i)
+            case _:
+                self._arena.move(i, step)
 
     def end(self, i: int, step: Step) -> None:
         """End a step: what nothing needs after it goes."""
@@ -355,10 +356,10 @@ class Walk:
         if self._on_change is not None and size_bytes:
             self._on_change(tier, name, size_bytes)
 
-    def _tell_of_arena(self, name: str, size_bytes: int) -> None:
-        """Pass on what changes in the arena, which is counted as a whole."""
+    def _tell_of_arena(self, tier: str, name: str, size_bytes: int) -> None:
+        """Pass on what changes in an arena, which is counted as a whole."""
         if self._on_change is not None and size_bytes:
-            self._on_change(self.site, name, size_bytes)
+            self._on_change(tier, name, size_bytes)
 
     def _forget(self, names: Sequence[str], i: int) -> None:
         """Drop after step ``i`` what no later step needs."""

@@ -77,6 +77,11 @@ class Job:
     shares_memory = False  # with processes that run the same plans
     why_not_kept: ClassVar[str | None] = None  # of plans that hold for this run alone
 
+    @property
+    def may_wait_half_way(self) -> bool:
+        """Whether weights may, in an arena of the host: not where several processes share one of the device."""
+        return not self.in_arena
+
     def parts(self) -> dict[str, Any]:
         """Return what a job is made of, for one of another kind."""
         return {of.name: getattr(self, of.name) for of in fields(Job)}
@@ -282,6 +287,7 @@ class Job:
                 may_move=None if stays else on_heap(program, annotation, self.machine),
                 reserved_bytes=self.reserved_bytes,
                 arena_of=self.arena_of,
+                has_hops=self.may_wait_half_way and not sites,
             )
 
 

@@ -27,6 +27,7 @@ def plan_costed(
     may_move: OnHeap | None,
     reserved_bytes: int = 0,
     arena_of: Plan | None = None,
+    has_hops: bool = False,
 ) -> Plan:
     """Return the verified plan of a model's workload.
 
@@ -40,6 +41,7 @@ def plan_costed(
         may_move: what a plan may do with states and activations.
         reserved_bytes: of the tier that computes, for others.
         arena_of: a plan whose arena this one shares.
+        has_hops: weights may wait half the way.
 
     Raises:
         InfeasiblePlanError: the budget is too small.
@@ -55,6 +57,7 @@ def plan_costed(
             reserved_bytes=reserved_bytes + taken_bytes,
             arena_of=arena_of,
             on_heap=may_move,
+            has_hops=has_hops,
             **config.search_limits,
         )
         return planned(plan, workload, machine, config, is_free=arena_of is None)

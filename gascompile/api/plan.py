@@ -178,6 +178,7 @@ def _plan_without_torch(
             prints=_prints(workload, machine, budget, config),
             warnings=source_warnings(machine),
             may_move=may_move if is_host or HOST in machine.tiers else None,
+            has_hops=True,
         )
 
 

@@ -61,6 +61,11 @@ class _Stage(Job):
             self.captures.append(_prefixed(Job.capture(self, args, kwargs, entry), self.prefix))
         return self.captures[0]
 
+    @property
+    def may_wait_half_way(self) -> bool:
+        """Whether weights of the first call may; the others find them at the homes that they have for it."""
+        return self.arena_of is None
+
     def unit(self) -> Unit:
         """Return the verified plan, from the cache where it is there."""
         return self.prepare((), self.kwargs)

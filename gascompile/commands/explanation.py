@@ -152,7 +152,12 @@ _TIME_COLUMNS = [("iteration", True), ("change", True), ("why not", False)]
 
 def _transfer_rows(transfer: Transfer, plan: Plan) -> list[tuple[str, str]]:
     flight_s = transfer.arrived_s - transfer.begun_s
-    verb = {"prefetch": "prefetched", "reload": "reloaded", "offload": "offloaded"}[transfer.kind]
+    verb = {
+        "fetch": "fetched half the way",
+        "prefetch": "prefetched",
+        "reload": "reloaded",
+        "offload": "offloaded",
+    }[transfer.kind]
     started = f"before '{_before(plan, transfer.issue_op)}' over {transfer.link}"
     rows = [
         (verb, f"{started}, {_ago(transfer.issued_s)}"),

@@ -277,6 +277,24 @@ class Machine:
         drives = (link for link in links if places[link.source_tier].kind is PlaceKind.NVME)
         return next(drives, next(iter(links), None))
 
+    def two_hops(self) -> tuple[tuple[Link, Link], ...]:
+        """Return the ways in two hops to where ops run: from a place with a slower link of its own, over one nearer.
+
+        The first link of a pair leads to the place in between, the second one on from there.
+        """
+        last = self.links_into(self.compute_tier)
+        return tuple(
+            (feed, push)
+            for push in last
+            for feed in self.links
+            if feed.target_tier == push.source_tier
+            and any(
+                direct.source_tier == feed.source_tier
+                and direct.bandwidth_bytes_per_s < push.bandwidth_bytes_per_s
+                for direct in last
+            )
+        )
+
     def library_bytes(self, tier: str) -> int:
         """Return what libraries allocate on a tier beside the plan's own."""
         return sum(rate.library_bytes for rate in self.memory if rate.device == tier)

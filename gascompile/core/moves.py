@@ -16,6 +16,10 @@ class Mover(Protocol):
 
     def resident(self, tensor: str) -> torch.Tensor: ...
 
+    def fetch(self, tensor: str, link: str, place: str, address: int) -> None: ...
+
+    def evict(self, tensor: str, place: str, address: int) -> None: ...
+
     def prefetch(self, tensor: str, link: str, address: int) -> None: ...
 
     def wait(self, tensor: str, address: int) -> torch.Tensor: ...
@@ -38,6 +42,16 @@ class Mover(Protocol):
 def resident(mover: Mover, tensor: str) -> torch.Tensor:
     """Return the view of a weight or state that stays in the compute tier."""
     return mover.resident(tensor)
+
+
+def fetch(mover: Mover, tensor: str, link: str, place: str, address: int) -> None:
+    """Start reading ``tensor`` over ``link`` to offset ``address`` of the arena in ``place``, half the way."""
+    mover.fetch(tensor, link, place, address)
+
+
+def evict(mover: Mover, tensor: str, place: str, address: int) -> None:
+    """Promise that ``tensor`` is not pushed on from ``place`` any more."""
+    mover.evict(tensor, place, address)
 
 
 def prefetch(mover: Mover, tensor: str, link: str, address: int) -> None:
@@ -93,7 +107,7 @@ def drop(mover: Mover, tensor: str, value: torch.Tensor) -> None:
 
 HEAP_MOVES = (offload, reload, settle, drop)
 """Moves of what has no place in the arena."""
-MOVES = (resident, prefetch, wait, release, gather, send, *HEAP_MOVES)
+MOVES = (resident, fetch, evict, prefetch, wait, release, gather, send, *HEAP_MOVES)
 
 
 def linear_tile(

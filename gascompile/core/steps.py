@@ -1,11 +1,13 @@
 """Steps of a plan: what is done when, in the order of issue. A closed union, which ``verify`` walks.
 
 A file calls a step by its ``TAG``. Two steps share one where a field, named in ``WITH``, tells them apart: what runs
-for the first time and ``again``, what is loaded to an ``address`` of the arena and to the heap.
+for the first time and ``again``, what is loaded to an ``address`` of the arena and to the heap, and what is loaded to
+or freed of a ``place`` on the way there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -33,6 +35,39 @@ class Prefetch:
     tensor: str
     link: str
     size_bytes: int = field(metadata=json_name("bytes"))
+    address: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetch:
+    """Start reading ``tensor`` from its home over ``link`` to ``address`` of the arena of ``place``, half the way.
+
+    From there a ``Prefetch`` over a link from ``place`` pushes it on, as often as it is needed; the push begins once
+    the bytes are there, and nobody waits for them before.
+    """
+
+    TAG: ClassVar[str] = "load"
+    WITH: ClassVar[str] = "place"
+
+    op: int
+    tensor: str
+    link: str
+    size_bytes: int = field(metadata=json_name("bytes"))
+    place: str
+    """The link's target, which does not compute."""
+    address: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evict:
+    """From here on the bytes of ``tensor`` at ``address`` of the arena of ``place`` may be overwritten."""
+
+    TAG: ClassVar[str] = "free"
+    WITH: ClassVar[str] = "place"
+
+    op: int
+    tensor: str
+    place: str
     address: int
 
 
@@ -98,5 +133,15 @@ class Recompute:
     source: int = field(metadata=json_name("again"))
 
 
-Step = Compute | Prefetch | Wait | Release | Offload | Reload | Recompute
-"""A plan's steps stand in program order."""
+Step = Compute | Fetch | Evict | Prefetch | Wait | Release | Offload | Reload | Recompute
+"""A plan's steps stand in program order. Of those that share a ``TAG``, who is told by more fields stands first."""
+
+
+def fetched_to(steps: Iterable[Step]) -> dict[str, str]:
+    """Return the place in between of each tensor that makes its way in two hops."""
+    return {step.tensor: step.place for step in steps if isinstance(step, Fetch)}
+
+
+def is_push(step: Step, middle: Mapping[str, str]) -> bool:
+    """Return whether ``step`` is the second hop of a tensor; ``middle`` is what ``fetched_to`` returns."""
+    return isinstance(step, Prefetch) and middle.get(step.tensor) == step.link.partition("->")[0]

@@ -26,10 +26,12 @@ if TYPE_CHECKING:
 # The palette of Okabe and Ito, which people with any kind of colour vision can tell apart.
 _BLUE, _SKY, _GREEN = "#0072B2", "#56B4E9", "#009E73"
 _ORANGE, _VERMILLION, _PURPLE, _GREY = "#E69F00", "#D55E00", "#CC79A7", "#B8B8B8"
+_YELLOW = "#F0E442"
 _SPAN_COLORS = {
     OP: _BLUE,
     RECOMPUTED: _PURPLE,
     WAITING: _VERMILLION,
+    "fetch": _YELLOW,
     "prefetch": _SKY,
     "reload": _GREEN,
     "offload": _ORANGE,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gascompile.core.machine import Link, Machine, Pipe
 from gascompile.core.plan import Certificate, SolverStatus
+from gascompile.core.workload import PERSISTENT, Workload
 
 if TYPE_CHECKING:  # which comes with numpy; plans of other kinds are certified without
     from gascompile.passes.model.problem import Problem
@@ -17,6 +18,8 @@ WEIGHTS, EVERYTHING = "weights", "everything"
 """What a bound holds over: placements of weights in one arena with all else in its place, or any plan at all."""
 _ROUNDING = 1 - 1e-12
 """What ``rate * (bytes / rate)`` may be more than the bytes."""
+_WITHOUT_END = 1 << 62
+"""Bytes, of what nothing limits but time."""
 _DISPROVED = 1e-6
 """A plan that is faster than a bound by more than rounding shows that the bound is none."""
 
@@ -90,27 +93,37 @@ def physical_limit(
     arena_bytes: int,
     machine: Machine,
     room_bytes: Mapping[str, int] | None = None,
+    *,
+    has_hops: bool = True,
 ) -> tuple[float, str]:
     """Return the limit in seconds and what sets it: ``compute`` or a link's name.
 
     The arena holds at most ``arena_bytes`` of the ``weight_bytes`` that an iteration reads; the rest
-    comes over the links, at best over all at once, and over each no more than its tier holds.
+    comes over the links, at best over all at once, and over each no more than its tier holds, and than is brought
+    there meanwhile from other tiers.
 
     Args:
         room_bytes: what each slow tier may hold; a tier that is not named holds everything.
+        has_hops: whether bytes may make their way in two hops; without, no plan in which all come directly beats it.
     """
     links = machine.links_into(machine.compute_tier)
     unavoidable = max(0, weight_bytes - max(0, arena_bytes))
     if not links or not unavoidable:
         return compute_s, "compute"
     room = room_bytes or {}
-    rates = [
-        (link.bandwidth_bytes_per_s, room.get(link.source_tier, unavoidable)) for link in links
-    ]
-    limits = [(_least_time_s(rates, unavoidable), _last_link(links, rates, unavoidable))]
+    feeds = machine.two_hops() if has_hops else ()
+    every = [_rates(link, room.get(link.source_tier, unavoidable), feeds, ()) for link in links]
+    rates = [pair for pairs in every for pair in pairs]
+    limits = [(_least_time_s(rates, unavoidable), _last_link(links, every, unavoidable))]
     for pipe in machine.pipes:
         inside = [link for link in links if pipe.name in link.shared]
-        outside = [pair for link, pair in zip(links, rates, strict=True) if link not in inside]
+        within = {feed.name for feed, _ in feeds if pipe.name in feed.shared}
+        outside = [
+            pair
+            for link in links
+            if link not in inside
+            for pair in _rates(link, room.get(link.source_tier, unavoidable), feeds, within)
+        ]
         if inside:
             shared = [(pipe_rate(machine, pipe), unavoidable), *outside]
             limits.append((_least_time_s(shared, unavoidable), inside[0].name))
@@ -118,7 +131,26 @@ def physical_limit(
     return (transfer_s, name) if transfer_s > compute_s else (compute_s, "compute")
 
 
-def problem_limit(problem: Problem, arena_bytes: int | None = None) -> tuple[float, str]:
+def _rates(
+    link: Link, room_bytes: int, feeds: Sequence[tuple[Link, Link]], within: Collection[str]
+) -> list[tuple[float, int]]:
+    """Return ``(rate, bytes at most)`` that together carry no less than a link: of its own place, and of what is fed.
+
+    In time ``T`` it carries ``min(r T, room + f T)`` bytes at most, where what leads to its place has the rate ``f``.
+
+    Args:
+        within: feeds whose bytes are counted elsewhere.
+    """
+    rate = link.bandwidth_bytes_per_s
+    leading = [feed for feed, push in feeds if push == link and feed.name not in within]
+    fed = min(sum(feed.bandwidth_bytes_per_s for feed in leading), rate)
+    pairs = [(fed, _WITHOUT_END)] if fed else []
+    return [*pairs, *([(rate - fed, room_bytes)] if rate > fed else [])]
+
+
+def problem_limit(
+    problem: Problem, arena_bytes: int | None = None, *, has_hops: bool = True
+) -> tuple[float, str]:
     """Return the ``physical_limit`` of a problem, in an arena of another size where one is given."""
     return physical_limit(
         problem.compute_s,
@@ -126,7 +158,14 @@ def problem_limit(problem: Problem, arena_bytes: int | None = None) -> tuple[flo
         problem.arena_limit_bytes if arena_bytes is None else arena_bytes,
         problem.machine,
         problem.room_bytes,
+        has_hops=has_hops,
     )
+
+
+def needs_hops(workload: Workload, machine: Machine, limits_bytes: Mapping[str, int]) -> bool:
+    """Return whether two hops may pay: what lasts is more than a place in between holds for good."""
+    lasting = sum(t.size_bytes for t in workload.tensors if t.kind in PERSISTENT)
+    return any(lasting > limits_bytes[push.source_tier] for _, push in machine.two_hops())
 
 
 def pipe_rate(machine: Machine, pipe: Pipe) -> float:
@@ -151,12 +190,14 @@ def _least_time_s(rates: Sequence[tuple[float, int]], size_bytes: int) -> float:
     return math.inf
 
 
-def _last_link(links: Sequence[Link], rates: Sequence[tuple[float, int]], size_bytes: int) -> str:
-    """Return the fastest link that is still busy at the end of the least time."""
-    time_s = _least_time_s(rates, size_bytes)
+def _last_link(
+    links: Sequence[Link], every: Sequence[Sequence[tuple[float, int]]], size_bytes: int
+) -> str:
+    """Return the fastest link that is still busy at the end of the least time; ``every`` has the rates of each."""
+    time_s = _least_time_s([pair for rates in every for pair in rates], size_bytes)
     busy = [
         link.name
-        for link, (rate, most_bytes) in zip(links, rates, strict=True)
-        if most_bytes >= rate * time_s * _ROUNDING
+        for link, rates in zip(links, every, strict=True)
+        if all(most_bytes >= rate * time_s * _ROUNDING for rate, most_bytes in rates)
     ]
     return busy[0] if busy else links[-1].name

@@ -5,16 +5,17 @@ op runs and each link carries at most one weight, and all of these must fit besi
 iteration is divided into *occupancies* of the arena, each with an op, or none, and a load on each link, or
 none, whose rooms together fit; how long each of them lasts is a linear program over classes of weights.
 
-Sets: classes c of weights with about the same size; links l; occupancies (o, f): o is a class whose streamed
-weight is in use, or 0, and f the classes in flight, one or 0 per link.
-Variables: x[c,l] weights streamed, y[o,f] seconds of each occupancy.
+Sets: classes c of weights with about the same size; links l; ways v over one of them, directly from its place or
+in two hops, fed over another; occupancies (o, f): o is a class whose streamed weight is in use, or 0, and f the
+classes in flight, one or 0 per link.
+Variables: x[c,v] weights streamed, y[o,f] seconds of each occupancy.
 
     minimise sum y, subject to
-    sum_l x[c,l] <= num(c);  sum_{l from t} size(c) x[c,l] <= room(t)
+    sum_v x[c,v] <= num(c);  sum_{v from t} size(c) x[c,v] <= room(t), where v is from its home
     reserved of what is not streamed <= arena - region
     y only where reserved(o) + sum reserved(f) <= region
-    sum y with o = c is sum_l x[c,l] * op_s(c);  sum y with f[l] = c is x[c,l] * transfer_s(c, l)
-    sum y >= compute;  sum y >= bytes of a pipe's links / its rate
+    sum y with o = c is sum_v x[c,v] * op_s(c);  sum y with f[l] = c is sum_{v over l} x[c,v] * transfer_s(c, l)
+    sum y >= compute;  sum y >= transfers of a link that feeds;  sum y >= bytes of a pipe's links / its rate
     the longest op without weights has occupancies of its own, and what they load fits the region
 
 The region is what residents leave. It is not known, so the range of its sizes is halved, the half with
@@ -43,6 +44,7 @@ from gascompile.passes.bounds.linear_program import (
     solver_name,
 )
 from gascompile.passes.model.problem import Problem, Weight
+from gascompile.passes.model.ways import Way, ways_of
 
 _MOST_CLASSES = {1: 16, 2: 8, 3: 4}
 """By the number of links; for more links there are too many occupancies."""
@@ -99,7 +101,8 @@ def occupancy(
     classes = _classes(problem)
     if not classes or arena_bytes < 0 or solver_name() != "highs":
         return problem.compute_s
-    task = _Task(problem, classes, 0.0 if long_op is None else problem.op_times_s[long_op])
+    long_s = 0.0 if long_op is None else problem.op_times_s[long_op]
+    task = _Task(problem, classes, long_s, ways_of(problem))
     program = _Program(task)
     regions = _regions(task, arena_bytes)
     ranges = [(problem.compute_s, 0, len(regions) - 1)]
@@ -121,6 +124,7 @@ class _Task:
     classes: list[_Class]
     long_s: float
     """Seconds of the longest op where it is a long one, else 0."""
+    ways: tuple[Way, ...]
 
 
 def _long_op(problem: Problem) -> int | None:
@@ -212,7 +216,7 @@ class _Program:
         self._program = LinearProgram("occupancy")
         for _ in self._kinds:
             self._program.add_variable(cost=1.0)
-        for _ in range(len(classes) * len(problem.links)):
+        for _ in range(len(classes) * len(task.ways)):
             self._program.add_variable()
         self._add_kept()
         self._add_long_op()
@@ -236,33 +240,32 @@ class _Program:
             return max(0.0, outcome.bound) * self._time_unit_s * (1 - _TOLERANCE)
         return math.inf if outcome.ending is Ending.INFEASIBLE else 0.0
 
-    def _streamed(self, number: int, link: int) -> int:
+    def _streamed(self, number: int, way: int) -> int:
         """Return the column of ``x``; those of ``y`` come first."""
-        return len(self._kinds) + number * len(self._task.problem.links) + link
+        return len(self._kinds) + number * len(self._task.ways) + way
 
     def _occupancies(self, position: int, number: int) -> Terms:
         """Return the occupancies whose op (position 0) or link (from 1 on) has class ``number``."""
         return [(i, 1.0) for i, kind in enumerate(self._kinds) if kind[position] == number]
 
-    def _each(self) -> Iterator[tuple[int, _Class, int, Link]]:
+    def _each(self) -> Iterator[tuple[_Class, int, Way]]:
+        """Yield each class with each way, and the column of what comes so."""
         for number, each in enumerate(self._task.classes):
-            for position, link in enumerate(self._task.problem.links):
-                yield number, each, position, link
+            for position, way in enumerate(self._task.ways):
+                yield each, self._streamed(number, position), way
 
     def _add_kept(self) -> None:
-        terms = [
-            (self._streamed(number, position), each.kept_bytes / self._unit)
-            for number, each, position, _ in self._each()
-        ]
+        terms = [(column, each.kept_bytes / self._unit) for each, column, _ in self._each()]
         self._program.add_row(0.0, math.inf, terms)
 
     def _add_long_op(self) -> None:
         """Each load beside the long op has its whole room in the region when the op ends."""
         long = self._occupancies(0, len(self._task.classes) + 1)
         rates = {(0, position): 0.0 for position in range(len(self._task.problem.links))}
-        for number, each, position, link in self._each():
-            taken = each.size_bytes / link.transfer_time_s(each.size_bytes)
-            rates[number + 1, position] = taken * self._time_unit_s / self._unit
+        for number, each in enumerate(self._task.classes):
+            for position, link in enumerate(self._task.problem.links):
+                taken = each.size_bytes / link.transfer_time_s(each.size_bytes)
+                rates[number + 1, position] = taken * self._time_unit_s / self._unit
         loaded = [
             (i, sum(rates[c, position] for position, c in enumerate(self._kinds[i][1:])))
             for i, _ in long
@@ -272,38 +275,52 @@ class _Program:
         self._program.add_row(seconds, seconds, long)
 
     def _add_classes(self) -> None:
+        ways = self._task.ways
         for number, each in enumerate(self._task.classes):
-            over = [self._streamed(number, link) for link in range(len(self._task.problem.links))]
+            over = [self._streamed(number, way) for way in range(len(ways))]
             self._program.add_row(0.0, each.count, [(column, 1.0) for column in over])
             held = [(column, -each.op_s / self._time_unit_s) for column in over]
             self._program.add_row(0.0, 0.0, [*self._occupancies(0, number + 1), *held])
-        for number, each, position, link in self._each():
-            seconds = each.transfers * link.latency_s + each.size_bytes / link.bandwidth_bytes_per_s
-            moving = self._occupancies(position + 1, number + 1)
-            column = self._streamed(number, position)
-            self._program.add_row(0.0, 0.0, [*moving, (column, -seconds / self._time_unit_s)])
+            for position, link in enumerate(self._task.problem.links):
+                moving = self._occupancies(position + 1, number + 1)
+                seconds = _seconds(each, link) / self._time_unit_s
+                loaded = [
+                    (column, -seconds)
+                    for column, way in zip(over, ways, strict=True)
+                    if way.position == position
+                ]
+                self._program.add_row(0.0, 0.0, [*moving, *loaded])
 
     def _add_tiers(self) -> None:
         for tier, room_bytes in self._task.problem.room_bytes.items():
             terms = [
-                (self._streamed(number, position), each.size_bytes / self._unit)
-                for number, each, position, link in self._each()
-                if link.source_tier == tier
+                (column, each.size_bytes / self._unit)
+                for each, column, way in self._each()
+                if way.home == tier
             ]
             self._program.add_row(-math.inf, room_bytes / self._unit, terms)
 
     def _add_whole(self) -> None:
         every = [(i, 1.0) for i in range(len(self._kinds))]
         self._program.add_row(self._task.problem.compute_s / self._time_unit_s, math.inf, every)
-        for pipe in self._task.problem.machine.pipes:
+        for feed in {way.feed.name: way.feed for way in self._task.ways if way.feed}.values():
             terms = [
-                (
-                    self._streamed(number, position),
-                    -each.size_bytes
-                    / pipe_rate(self._task.problem.machine, pipe)
-                    / self._time_unit_s,
-                )
-                for number, each, position, link in self._each()
-                if pipe.name in link.shared
+                (column, -_seconds(each, feed) / self._time_unit_s)
+                for each, column, way in self._each()
+                if way.feed == feed
             ]
             self._program.add_row(0.0, math.inf, [*every, *terms])
+        machine = self._task.problem.machine
+        for pipe in machine.pipes:
+            rate = pipe_rate(machine, pipe) * self._time_unit_s
+            terms = [
+                (column, -each.size_bytes / rate)
+                for each, column, way in self._each()
+                for _ in range(way.uses(pipe.name))
+            ]
+            self._program.add_row(0.0, math.inf, [*every, *terms])
+
+
+def _seconds(each: _Class, link: Link) -> float:
+    """Return what a unit of a class takes on a link."""
+    return each.transfers * link.latency_s + each.size_bytes / link.bandwidth_bytes_per_s

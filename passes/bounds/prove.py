@@ -29,7 +29,7 @@ def prove(
 
     Args:
         predicted_s: time of the plan at hand; a bound within ``mip_gap`` of it needs no improving.
-        relaxed_s: the relaxation's bound where it is known; it is not solved again.
+        relaxed_s: the relaxation's bound where it is known; it is not solved again, but for ways in two hops.
     """
     deadline_s = time.perf_counter() + time_limit_s
     limit_s, binding = problem_limit(problem)
@@ -51,7 +51,7 @@ def prove(
             )
         elif method == "integral" and len(problem.weights) >= MANY_WEIGHTS:
             break
-        elif method == "relaxed" and relaxed_s:
+        elif method == "relaxed" and relaxed_s and not problem.machine.two_hops():
             method_bound_s = relaxed_s
         else:
             placed = place(
@@ -61,6 +61,7 @@ def prove(
                 mip_gap=mip_gap,
                 relaxed=method == "relaxed",
                 max_nodes=_FEW_NODES,
+                has_hops=True,
             )
             method_bound_s, timed_out = placed.bound_s, placed.timed_out
         bound_s = max(bound_s, method_bound_s)

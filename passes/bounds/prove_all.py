@@ -116,8 +116,12 @@ def _by_occupancy(task: Problem, loose: Problem, enough_s: float, left_s: float)
 
 def _by_intervals(task: Problem, loose: Problem, enough_s: float, left_s: float) -> float:
     del loose, enough_s
+    # Weights that come in two hops are not at home where they come from.
+    every = sum(tensor.size_bytes for tensor in task.workload.tensors)
+    endless = {push.source_tier: every for _, push in task.machine.two_hops()}
+    limits_bytes = {**task.limits_bytes, **endless}
     numbered = interval_problem(
-        task.workload, task.machine, task.limits_bytes, reserved_bytes=task.reserved_bytes
+        task.workload, task.machine, limits_bytes, reserved_bytes=task.reserved_bytes
     )
     return relaxed_bound_s(numbered, left_s)
 

@@ -13,6 +13,7 @@ from gascompile.core.plan import Plan
 from gascompile.core.steps import Prefetch, Release
 from gascompile.passes.model.problem import Placement, Problem, problem
 from gascompile.passes.search.search import best_staging
+from gascompile.passes.search.two_hops import staged_hops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,12 +64,13 @@ def _problem_of(plan: Plan) -> Problem:
 
 def _placement_of(plan: Plan, task: Problem) -> Placement:
     """Return the placement that the plan's steps carry out."""
-    link_names = [link.name for link in task.links]
+    sources = [link.source_tier for link in task.links]
     link_by_tensor: dict[str, int] = {}
     releases: dict[str, list[int]] = {}
     for step in plan.steps:
         if isinstance(step, Prefetch):
-            link_by_tensor[step.tensor] = link_names.index(step.link)
+            # That of its home: what waits half the way is pushed on over another.
+            link_by_tensor[step.tensor] = sources.index(plan.tensors[step.tensor].home)
         elif isinstance(step, Release):
             releases.setdefault(step.tensor, []).append(step.op)
     link_of = tuple(link_by_tensor.get(weight.name) for weight in task.weights)
@@ -97,6 +99,9 @@ def _flip(
     kept = frozenset(pair for pair in placed.kept if pair[0] not in changed)
     other = Placement(strategy="explain", link_of=tuple(link_of), kept=kept)
     flipped = best_staging(task, other, task.arena_limit_bytes) if task.links else None
+    for place, middle_bytes in plan.arena_bytes.items():
+        if place != site:
+            flipped = staged_hops(task, other, place, middle_bytes, flipped)
     seconds = flipped.seconds if flipped is not None else None
     link = link_of[subject]
     sizes = [(link_of[i] is None, task.weights[i].reserved_bytes) for i in changed]

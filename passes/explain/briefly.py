@@ -76,11 +76,14 @@ def briefly(plan: Plan, trace: Trace) -> tuple[Brief, ...]:
 
 def _moved(moves: Iterable[Transfer], late_s: float) -> str:
     moves = list(moves)
-    loads = [move for move in moves if move.kind != "offload"]
+    loads = [move for move in moves if move.kind not in ("offload", "fetch")]
+    ahead = [move.link for move in moves if move.kind == "fetch"]
     stored = [move.link for move in moves if move.kind == "offload"]
     parts = []
     if stored:
         parts.append(f"leaves over {', '.join(dict.fromkeys(stored))}")
+    if ahead:
+        parts.append(f"is read ahead over {', '.join(dict.fromkeys(ahead))}")
     if loads:
         links = ", ".join(dict.fromkeys(move.link for move in loads))
         times = f"{len(loads)} times " if len(loads) > 1 else ""

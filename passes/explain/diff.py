@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
-from gascompile.core.steps import Offload, Prefetch, Recompute, Reload
+from gascompile.core.steps import Fetch, Offload, Prefetch, Recompute, Reload
 from gascompile.core.tiles import base_name, parse_tile
 from gascompile.core.workload import TensorKind
 from gascompile.passes.graph.divide import part_tensors
@@ -269,7 +269,7 @@ def _moved_bytes(plan: Plan) -> dict[str, dict[str, int]]:
     """Return per tensor the bytes that move over each link or are computed again."""
     moved_bytes: dict[str, dict[str, int]] = {}
     for step in plan.steps:
-        if isinstance(step, (Prefetch, Reload, Offload)):
+        if isinstance(step, (Fetch, Prefetch, Reload, Offload)):
             names: tuple[str, ...] = (step.tensor,)
             way = step.link
         elif isinstance(step, Recompute):

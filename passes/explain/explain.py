@@ -14,7 +14,7 @@ from gascompile.core.op_sites import plan_sites
 from gascompile.core.plan import Plan
 from gascompile.core.reports import Stall
 from gascompile.core.sizes import format_size, format_time
-from gascompile.core.steps import Compute, Prefetch, Release, Wait
+from gascompile.core.steps import Compute, Evict, Fetch, Prefetch, Release, Wait, fetched_to
 from gascompile.core.tiles import base_name
 from gascompile.core.workload import OpSpec, TensorKind, TensorSpec
 from gascompile.cost_models.formulas.gathers import gathered
@@ -241,7 +241,7 @@ def _in_arena(plan: Plan, name: str) -> bool:
 def _is_all_arena(plan: Plan) -> bool:
     """Whether weights in the arena are all that the plan decides about."""
     site = plan.machine.compute_tier
-    plain = (Compute, Prefetch, Wait, Release)
+    plain = (Compute, Fetch, Evict, Prefetch, Wait, Release)
     return all(isinstance(step, plain) for step in plan.steps) and all(
         op.site == site for op in plan.ops
     )
@@ -289,7 +289,13 @@ def _reason_in_arena(tensor: TensorExplanation, plan: Plan) -> str:
     site = plan.machine.compute_tier
     if tensor.home == site:
         return f"it stays in the arena of {site}"
-    return f"it is streamed from {tensor.home} through the arena of {site}"
+    return f"{_streamed(plan, tensor)} through the arena of {site}"
+
+
+def _streamed(plan: Plan, tensor: TensorExplanation) -> str:
+    middle = fetched_to(plan.steps).get(tensor.name)
+    ahead = f" by way of {middle}, where it waits" if middle is not None else ""
+    return f"it is streamed from {tensor.home}{ahead}"
 
 
 def _reason_of_choice(tensor: TensorExplanation, plan: Plan, choices: tuple[OtherMove, ...]) -> str:
@@ -325,7 +331,7 @@ def _reason(plan: Plan, tensor: TensorExplanation, other: Alternative) -> str:
         if tensor.home == site:
             return f"it stays in {site}: streamed, it would not fit beside what is in use at the same time"
         return (
-            f"it is streamed from {tensor.home}: kept in {site} it takes {format_size(other.arena_change_bytes)}, "
+            f"{_streamed(plan, tensor)}: kept in {site} it takes {format_size(other.arena_change_bytes)}, "
             f"which the budget of {format_size(plan.budget_bytes[site])} does not leave"
         )
     small = abs(other.change_s) <= _SAME * tensor.plan_s
@@ -334,13 +340,13 @@ def _reason(plan: Plan, tensor: TensorExplanation, other: Alternative) -> str:
             return f"it stays in {site} because there is room; streaming it would cost no time"
         return f"it stays in {site}: streaming it would cost {format_time(other.change_s)} per iteration"
     if small:
-        return f"it is streamed from {tensor.home}: keeping it in {site} would save no time"
+        return f"{_streamed(plan, tensor)}: keeping it in {site} would save no time"
     if other.change_s > 0:
         return (
-            f"it is streamed from {tensor.home}: keeping it in {site} would cost {format_time(other.change_s)} per "
+            f"{_streamed(plan, tensor)}: keeping it in {site} would cost {format_time(other.change_s)} per "
             "iteration, because less room would be left to prefetch the others into"
         )
     return (
-        f"it is streamed from {tensor.home}; keeping it in {site} would save {format_time(-other.change_s)}, which the "
+        f"{_streamed(plan, tensor)}; keeping it in {site} would save {format_time(-other.change_s)}, which the "
         f"search left within its gap of {plan.certificate.gap:.2%}"
     )

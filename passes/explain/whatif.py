@@ -14,7 +14,7 @@ from gascompile.core.errors import InfeasiblePlanError
 from gascompile.core.machine import Machine, PlaceKind
 from gascompile.core.plan import Plan
 from gascompile.core.sizes import GIB, PAGE_BYTES, align_up
-from gascompile.core.steps import Compute, Prefetch, Release, Wait
+from gascompile.core.steps import Compute, Evict, Fetch, Prefetch, Release, Wait
 from gascompile.core.workload import TensorKind
 from gascompile.passes.bounds.shadow_prices import Solution
 from gascompile.passes.model.problem import Problem, problem
@@ -235,7 +235,7 @@ class _Search:
 def _moves_all(plan: Plan) -> bool:
     """Whether the plan moves, recomputes or sends away more than weights that stream through the arena."""
     site = plan.machine.compute_tier
-    plain = (Compute, Prefetch, Wait, Release)
+    plain = (Compute, Fetch, Evict, Prefetch, Wait, Release)
     return (
         not all(isinstance(step, plain) for step in plan.steps)
         or any(op.site != site for op in plan.ops)

@@ -27,14 +27,33 @@ from gascompile.core.program import (
     graph_module_of,
     op_name,
 )
-from gascompile.core.steps import Compute, Offload, Prefetch, Recompute, Release, Reload, Step, Wait
+from gascompile.core.steps import (
+    Compute,
+    Evict,
+    Fetch,
+    Offload,
+    Prefetch,
+    Recompute,
+    Release,
+    Reload,
+    Step,
+    Wait,
+)
 from gascompile.core.tiles import result_name
 from gascompile.passes.graph.divide_graph import divide_graph
 from gascompile.passes.graph.heap_values import HeapValues, moved_on_heap, taken_again
 from gascompile.passes.graph.order_graph import order_graph
 from gascompile.passes.graph.site_values import SiteValues
 
-for _move in (moves.prefetch, moves.wait, moves.release, moves.send, *moves.HEAP_MOVES):
+for _move in (
+    moves.fetch,
+    moves.evict,
+    moves.prefetch,
+    moves.wait,
+    moves.release,
+    moves.send,
+    *moves.HEAP_MOVES,
+):
     fx.node.has_side_effect(_move)
 
 
@@ -191,6 +210,12 @@ class _Rewrite:
             case Release(address=None):
                 value = self._heap.value(step.tensor, self._next_op)
                 return add_node(self._graph, moves.drop, (self._mover, step.tensor, value))
+            case Fetch():
+                way = (self._mover, step.tensor, step.link, step.place, step.address)
+                return add_node(self._graph, moves.fetch, way)
+            case Evict():
+                where = (self._mover, step.tensor, step.place, step.address)
+                return add_node(self._graph, moves.evict, where)
             case Prefetch():
                 args = (self._mover, step.tensor, step.link, step.address)
                 return add_node(self._graph, moves.prefetch, args)

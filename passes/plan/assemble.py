@@ -34,7 +34,7 @@ def assemble(
         strategy=draft.strategy,
         places=accounts(
             budget_bytes=limits_bytes,
-            arena_bytes={machine.compute_tier: draft.arena_bytes},
+            arena_bytes={machine.compute_tier: draft.arena_bytes, **draft.middle_bytes},
             reserved_bytes={machine.compute_tier: reserved_bytes},
         ),
         links=(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from gascompile.core.plan import TensorPlan
 from gascompile.core.steps import Step
@@ -29,6 +29,8 @@ class Draft:
     steps: tuple[Step, ...]
     seconds: float
     """What the replay of the steps takes."""
+    middle_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Arenas of places in between."""
 
 
 def draft_schedule(
@@ -49,6 +51,7 @@ def draft_schedule(
         op_sites=(task.machine.compute_tier,) * len(task.workload.ops),
         steps=emit(task, schedule),
         seconds=schedule.seconds,
+        middle_bytes={middle.place: middle.size_bytes} if (middle := schedule.middle) else {},
     )
 
 

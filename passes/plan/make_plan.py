@@ -13,7 +13,7 @@ from gascompile.core.plan import Plan
 from gascompile.core.workload import PERSISTENT, OpSpec, Workload
 from gascompile.cost_models.formulas.interference import lost_share, with_moving
 from gascompile.cost_models.simulate.replay import link_bytes, lost_seconds, replay, runs
-from gascompile.passes.bounds.certify import Proof, certify
+from gascompile.passes.bounds.certify import Proof, certify, needs_hops
 from gascompile.passes.bounds.least_time import least_time
 from gascompile.passes.bounds.linear_program import solver_name
 from gascompile.passes.bounds.site_limit import has_sites
@@ -53,6 +53,7 @@ def make_plan(
     move_all: bool = False,
     has_arena: bool = True,
     on_heap: OnHeap | None = None,
+    has_hops: bool = True,
 ) -> Plan:
     """Return the best verified plan found for ``workload`` within ``budget``.
 
@@ -73,6 +74,7 @@ def make_plan(
             them has none.
         on_heap: a plan without an arena, in which anything moves, may take the place of one with, where that is not
             feasible or takes longer by ``on_heap``'s measure.
+        has_hops: weights of a drive may wait half the way, in the memory in between.
 
     Raises:
         InfeasiblePlanError: no plan keeps the budget; names the smallest that does.
@@ -98,6 +100,7 @@ def make_plan(
             strategy=strategy,
             reserved_bytes=reserved_bytes,
             arena_of=arena_of,
+            has_hops=has_hops,
         )
 
     limits_bytes = budget.limits_bytes(machine)
@@ -286,9 +289,11 @@ def _best_of_all(
         best, machine, op_s_per_byte
     ):
         best = moved
-    # Forms and sites are outside what bounds the intervals.
-    if not any(op.splits or op.gathers for op in workload.ops) and not has_sites(
-        workload.ops, machine
+    # Forms, sites and two hops are outside what bounds the intervals.
+    if (
+        not any(op.splits or op.gathers for op in workload.ops)
+        and not has_sites(workload.ops, machine)
+        and not needs_hops(workload, machine, limits_bytes)
     ):
         proof = replace(proof, all_s=max(all_s, interval_plan.bound_s))
     return best, replace(proof, timed_out=interval_plan.timed_out)

@@ -41,12 +41,15 @@ def within_host(
     for tries_left in reversed(range(_TRIES)):
         if left_bytes < 0:
             break
-        plan, over_bytes = whole(make(budget.with_size(host, left_bytes)))
+        made = make(budget.with_size(host, left_bytes))
+        plan, over_bytes = whole(made)
         if over_bytes <= 0:
             verify(plan)
             return plan
-        # The last try brings nothing there.
-        left_bytes = max(left_bytes - over_bytes, 0) if tries_left > 1 else 0
+        # Of what it took, not of what it might have taken: else the same plan comes again. The last try brings
+        # nothing there.
+        taken_bytes = min(left_bytes, made.peak_bytes.get(host, left_bytes))
+        left_bytes = max(taken_bytes - over_bytes, 0) if tries_left > 1 else 0
     raise InfeasiblePlanError(
         required_bytes=max(needed.size_bytes, limit_bytes + 1),
         limit_bytes=limit_bytes,

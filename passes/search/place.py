@@ -1,7 +1,8 @@
 """Place: the integer program that decides what stays in the compute tier, and its dual bound.
 
-Sets: weights w with intervals j between their uses; links l; slots k: before each op s that reads a
-weight a gap g(s) with the ops in between, then the op itself, c(s); g(S) follows the last one.
+Sets: weights w with intervals j between their uses; links l; ways l over one of them, directly from home or, where
+the bound is to hold for them, in two hops of which another link f carries the first; slots k: before each op s that
+reads a weight a gap g(s) with the ops in between, then the op itself, c(s); g(S) follows the last one.
 Variables: keep[w,j] in {0,1} (continuous for tiny weights), stay[w] (resident: all intervals kept),
 load[w,j,l] >= 0 (streamed over l), home[w,l] in {0,1}; y[l,k] bytes delivered, b[l,k] bytes ahead of
 their op at the end of k, T[k] time, Z time of an iteration, M[s], V[l,s] running sums.
@@ -10,7 +11,8 @@ their op at the end of k, T[k] time, Z time of an iteration, M[s], V[l,s] runnin
     total            Z >= sum_k T[k]                                                   _add_times
     occupied[l]      Z >= sum load[w,j,l] * transfer_s(w, l)                           _add_times
     pipe[p]          Z >= sum_{l in p} load[w,j,l] * bytes(w) / rate(p)                _add_times
-    rate[l,k]        T[k] >= y[l,k] / rate(l);  T[k] >= compute(k), = for c(s)       _add_times
+    rate[l,k]        T[k] >= y[ways over l,k] / rate(l);  T[k] >= compute(k), = for c(s)   _add_times
+    fed[f]           Z >= sum load[w,j,l] * transfer_s(w, f), l in two hops, the first f   _add_times
     choose[w,j]      keep[w,j] + sum_l load[w,j,l] = 1                                 _add_choices
     home[w,j,l]      load[w,j,l] <= home[w,l];  stay[w] + sum_l home[w,l] = 1          _add_choices
     stay[w,j]        stay[w] <= keep[w,j];  last interval: stay[w] = keep[w,last]      _add_choices
@@ -36,10 +38,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gascompile.core.errors import SolverError
+from gascompile.core.machine import Link
 from gascompile.passes.bounds.certify import pipe_rate
 from gascompile.passes.bounds.linear_program import INFINITY, Ending, LinearProgram, solver_name
 from gascompile.passes.bounds.shadow_prices import Solution, shadow_prices
 from gascompile.passes.model.problem import Placement, Problem, slot_seconds
+from gascompile.passes.model.ways import Way, ways_of
 
 _WHOLE = 1000.0
 """All weights in the model's unit of bytes, and the longest possible iteration in its unit of time."""
@@ -67,6 +71,7 @@ def place(
     buffers: int = 0,
     relaxed: bool = False,
     max_nodes: int = _MOST_NODES,
+    has_hops: bool = False,
 ) -> Solution:
     """Return the placement that the model finds best within an arena of ``arena_bytes``.
 
@@ -77,6 +82,7 @@ def place(
             yet it is no part of the model: the bound then holds for this placement rule alone.
         relaxed: solve the linear relaxation; its placement is rounded.
         max_nodes: nodes after which an integer search is stopped.
+        has_hops: let weights come in two hops, too, so that the bound holds for that; nothing is priced then.
 
     Raises:
         SolverError: HiGHS is not installed, or it ended in a state that is not understood.
@@ -86,7 +92,7 @@ def place(
     uses = sum(len(weight.uses) for weight in problem.weights)
     if uses * len(problem.links) > _MOST_USES or time_limit_s <= 0:
         return Solution(None, (), 0.0, timed_out=True)
-    model = _build(problem, arena_bytes, buffers)
+    model = _build(problem, arena_bytes, buffers, ways_of(problem, has_hops=has_hops))
     outcome = model.program.solve(
         time_limit_s=time_limit_s,
         gap=mip_gap,
@@ -102,7 +108,7 @@ def place(
     if not outcome.values or (relaxed and outcome.ending is not Ending.OPTIMAL):
         return Solution(None, (), bound_s, timed_out)
     placement, order = _extract(model, outcome.values)
-    if not outcome.duals:
+    if not outcome.duals or len(model.ways) > len(problem.links):
         return Solution(placement, order, bound_s, timed_out)
     duals = {name: abs(outcome.duals[row]) for name, row in model.rows.items()}
     loads = {key: _value(terms, outcome.values) for key, terms in model.load.items()}
@@ -130,6 +136,7 @@ class _Model:
     size: list[float]
     reserved: list[float]
     buffers: int
+    ways: tuple[Way, ...]
     program: LinearProgram
     one: int
     """A column that is always 1, so that sums need no constants."""
@@ -155,7 +162,7 @@ class _Model:
         self.rows[name] = self.program.add_row(value, value, terms)
 
 
-def _build(problem: Problem, arena_bytes: int, buffers: int) -> _Model:
+def _build(problem: Problem, arena_bytes: int, buffers: int, ways: tuple[Way, ...]) -> _Model:
     readers = sorted({op for weight in problem.weights for op in weight.uses})
     rank = {op: s for s, op in enumerate(readers)}
     ending: list[list[tuple[int, int]]] = [[] for _ in readers]
@@ -174,6 +181,7 @@ def _build(problem: Problem, arena_bytes: int, buffers: int) -> _Model:
         size=[weight.size_bytes / unit_bytes for weight in problem.weights],
         reserved=[weight.reserved_bytes / unit_bytes for weight in problem.weights],
         buffers=buffers,
+        ways=ways,
         program=program,
         one=program.add_variable(1.0, 1.0),
         readers=readers,
@@ -181,7 +189,7 @@ def _build(problem: Problem, arena_bytes: int, buffers: int) -> _Model:
         starting=starting,
     )
     _add_choices(model)
-    ahead = [_add_flow(model, link) for link in range(len(problem.links))]
+    ahead = [_add_flow(model, way) for way in range(len(ways))]
     _add_memory(model, [gap for gap, _, _ in ahead], [op for _, op, _ in ahead])
     _add_times(model, [delivered for _, _, delivered in ahead])
     return model
@@ -197,7 +205,7 @@ def _value(terms: Sum, values: Sequence[float]) -> float:
 
 def _add_choices(model: _Model) -> None:
     problem, program = model.problem, model.program
-    links = range(len(problem.links))
+    links = range(len(model.ways))
     total = sum(weight.size_bytes for weight in problem.weights)
     for w, weight in enumerate(problem.weights):
         binary = weight.size_bytes > total * _TINY
@@ -227,7 +235,7 @@ def _add_choices(model: _Model) -> None:
         terms = [
             term
             for (w, link), home in model.home.items()
-            if problem.links[link].source_tier == tier
+            if model.ways[link].home == tier
             for term in _times(home, model.size[w])
         ]
         if total > room:
@@ -312,9 +320,7 @@ def _add_memory(model: _Model, gaps: Sequence[Sequence[int]], ops: Sequence[Sequ
                 for k in range(s + 1, s + 1 + model.buffers)
                 for pair in model.ending[k % len(model.readers)]
             ]
-            room = [
-                term for link in range(len(problem.links)) for term in _loads(model, link, pairs)
-            ]
+            room = [term for link in range(len(model.ways)) for term in _loads(model, link, pairs)]
             model.most(f"buffer_{s}", [*held, *room], model.arena - own)
         model.most(f"memory_c_{s}", [*held, *ahead], model.arena - own)
         if set(model.starting[s]) != set(model.ending[s]):
@@ -335,27 +341,33 @@ def _add_times(model: _Model, delivered: Sequence[Sequence[int]]) -> None:
     whole = program.add_variable(cost=1.0)
     model.most("total", [(whole, -1.0), *((slot, 1.0) for slot in times)])
     for number, link in enumerate(problem.links):
+        over = [i for i, way in enumerate(model.ways) if way.position == number]
         rate = link.bandwidth_bytes_per_s * model.time_unit_s / model.unit_bytes
         for k, slot in enumerate(times):
-            model.most(f"rate_{number}_{k}", [(delivered[number][k], 1.0), (slot, -rate)])
-        terms = _carried(model, {number: None})
+            moved = [(delivered[i][k], 1.0) for i in over]
+            model.most(f"rate_{number}_{k}", [*moved, (slot, -rate)])
+        terms = _carried(model, dict.fromkeys(over, link))
         model.most(f"occupied_{number}", [(whole, -1.0), *terms])
+    for feed in dict.fromkeys(way.feed for way in model.ways if way.feed is not None):
+        led = [i for i, way in enumerate(model.ways) if way.feed == feed]
+        terms = _carried(model, dict.fromkeys(led, feed))
+        model.most(f"fed_{feed.name}", [(whole, -1.0), *terms])
     for number, pipe in enumerate(problem.machine.pipes):
         rate = pipe_rate(problem.machine, pipe) * model.time_unit_s / model.unit_bytes
-        over = {i: rate for i, link in enumerate(problem.links) if pipe.name in link.shared}
-        model.most(f"pipe_{number}", [(whole, -1.0), *_carried(model, over)])
+        passing = {i: rate / n for i, way in enumerate(model.ways) if (n := way.uses(pipe.name))}
+        model.most(f"pipe_{number}", [(whole, -1.0), *_carried(model, passing)])
 
 
-def _carried(model: _Model, over: Mapping[int, float | None]) -> Sum:
-    """Return the seconds of all loads over some links: at a rate, or as long as each keeps its link."""
+def _carried(model: _Model, over: Mapping[int, float | Link]) -> Sum:
+    """Return the seconds of all loads by some ways: at a rate, or as long as each keeps a link."""
     problem = model.problem
     terms: Sum = []
-    for (w, _, link), load in model.load.items():
-        if link in over and problem.weights[w].uses:
-            rate = over[link]
+    for (w, _, way), load in model.load.items():
+        if way in over and problem.weights[w].uses:
+            rate = over[way]
             seconds = (
-                problem.transfer_s(w, link) / model.time_unit_s
-                if rate is None
+                rate.transfer_time_s(problem.weights[w].size_bytes) / model.time_unit_s
+                if isinstance(rate, Link)
                 else model.size[w] / rate
             )
             terms += _times(load, seconds)
@@ -372,8 +384,8 @@ def _extract(model: _Model, values: Sequence[float]) -> tuple[Placement, tuple[i
         if stay[w] > 1 - _INTEGRAL:
             link_of.append(None)
             continue
-        shares = [_value(model.home[w, link], values) for link in range(len(problem.links))]
-        link_of.append(shares.index(max(shares)))
+        shares = [_value(model.home[w, way], values) for way in range(len(model.ways))]
+        link_of.append(model.ways[shares.index(max(shares))].direct)
         kept |= {
             (w, j) for j in range(len(weight.uses) - 1) if values[model.keep[w, j]] > 1 - _INTEGRAL
         }

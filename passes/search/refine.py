@@ -77,7 +77,7 @@ def _refine_large(
     if best is not None:
         enough_s = best.seconds * (1 - _LARGE_GAP)
         limit_s = max(
-            problem_limit(problem, arena_bytes)[0],
+            problem_limit(problem, arena_bytes, has_hops=False)[0],
             occupancy(problem, arena_bytes, enough_s=enough_s, time_limit_s=left_s()),
         )
         if limit_s >= enough_s or left_s() == 0:
@@ -103,7 +103,7 @@ def _ladder(problem: Problem, least_arena_bytes: int) -> list[int]:
 
 def _cannot_win(problem: Problem, arena_bytes: int, best: Schedule, time_limit_s: float) -> bool:
     """Whether no schedule within the arena beats ``best``; the solver is asked last."""
-    if best.seconds <= problem_limit(problem, arena_bytes)[0]:
+    if best.seconds <= problem_limit(problem, arena_bytes, has_hops=False)[0]:
         return True
     relaxation = place(
         problem, arena_bytes, time_limit_s=time_limit_s, mip_gap=_CANDIDATE_GAP, relaxed=True

@@ -28,6 +28,24 @@ from gascompile.passes.model.problem import Placement, Problem, StagedCopy, stag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Middle:
+    """What waits half the way to the arena, in the arena of a place in between."""
+
+    place: str
+    feed: int
+    """The machine's link that leads there."""
+    size_bytes: int
+    """Of its arena."""
+    copies: tuple[StagedCopy, ...]
+    """From the first to the last op before which one is pushed on."""
+    offsets: tuple[int, ...]
+    points: tuple[int, ...]
+    """Op before which the fetch of each stands, like ``Schedule.points``."""
+    source_of: tuple[int | None, ...]
+    """Per copy of the schedule the number of the one here that it is pushed from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """A placement with addresses, prefetch points and the time it takes."""
 
@@ -42,6 +60,7 @@ class Schedule:
     points: tuple[int, ...]
     """Op before which each copy's prefetch stands; negative in the iteration before."""
     seconds: float
+    middle: Middle | None = None
 
     @property
     def arena_bytes(self) -> int:
@@ -83,8 +102,8 @@ def schedule(
     for candidate in _with_and_without_kept(placement):
         copies = staged_copies(problem, candidate)
         links = _links(problem, copies)
-        for offsets in _layouts(copies, lanes or (staging_bytes,), problem.repeats):
-            earliest = _points(copies, offsets, len(problem.op_times_s), problem.repeats)
+        for offsets in layouts(copies, lanes or (staging_bytes,), problem.repeats):
+            earliest = points_of(copies, offsets, len(problem.op_times_s), problem.repeats)
             for points in _in_turn(problem, copies, earliest):
                 seconds = steady_seconds(_events(problem, copies, points, links))
                 if best is None or seconds < best.seconds:
@@ -102,7 +121,7 @@ def schedule(
     return best
 
 
-def _layouts(
+def layouts(
     copies: Sequence[StagedCopy], lanes: Sequence[int], repeats: bool
 ) -> Iterator[tuple[int, ...]]:
     """Yield addresses of the copies: in one ring, or in one ring per link where there are more lanes."""
@@ -255,7 +274,7 @@ def _in_use_together(one: StagedCopy, other: StagedCopy) -> bool:
     return one.start <= other.end and other.start <= one.end
 
 
-def _points(
+def points_of(
     copies: Sequence[StagedCopy], offsets: Sequence[int], num_ops: int, repeats: bool
 ) -> list[int]:
     """Return the earliest point of each prefetch: when all in its way is released.
@@ -331,9 +350,19 @@ def program_points(
 ) -> dict[int, tuple[list[int], list[int]]]:
     """Return per op the copies whose prefetch and whose waits stand before it, in order."""
     moves: dict[int, tuple[list[int], list[int]]] = {}
-    for i in sorted(range(len(copies)), key=lambda i: (points[i] < 0, copies[i].start, i)):
-        point = points[i] + num_ops if points[i] < 0 else points[i]
-        moves.setdefault(point, ([], []))[0].append(i)
+    for op, started in start_points(copies, points, num_ops).items():
+        moves[op] = (started, [])
     for i, copy in enumerate(copies):
         moves.setdefault(copy.start, ([], []))[1].append(i)
     return moves
+
+
+def start_points(
+    copies: Sequence[StagedCopy], points: Sequence[int], num_ops: int
+) -> dict[int, list[int]]:
+    """Return per op the copies whose load stands before it, in order."""
+    started: dict[int, list[int]] = {}
+    for i in sorted(range(len(copies)), key=lambda i: (points[i] < 0, copies[i].start, i)):
+        point = points[i] + num_ops if points[i] < 0 else points[i]
+        started.setdefault(point, []).append(i)
+    return started

@@ -133,10 +133,10 @@ def _regions(problem: Problem, copies: Sequence[StagedCopy]) -> Iterator[tuple[i
     """Yield staging regions: whole ones, the largest first, and ones with a lane for each link."""
     several = len({copy.link for copy in copies}) > 1
     if not several or len(problem.weights) < MANY_WEIGHTS:
-        yield from ((size,) for size in reversed(_staging_sizes(problem, copies)))
+        yield from ((size,) for size in reversed(staging_sizes_of(problem, copies)))
     if several:
         sizes = [
-            _staging_sizes(problem, [copy for copy in copies if copy.link == link])[:_LANE_SIZES]
+            staging_sizes_of(problem, [copy for copy in copies if copy.link == link])[:_LANE_SIZES]
             for link in range(len(problem.links))
         ]
         yield from sorted(product(*sizes), key=sum, reverse=True)
@@ -187,10 +187,11 @@ def staging_sizes(problem: Problem, placement: Placement) -> list[int]:
     Size ``m`` holds what any op has in use and the copies of the ``m - 1`` ops after it; the
     first one is the least that the placement can run with.
     """
-    return _staging_sizes(problem, staged_copies(problem, placement))
+    return staging_sizes_of(problem, staged_copies(problem, placement))
 
 
-def _staging_sizes(problem: Problem, copies: Sequence[StagedCopy]) -> list[int]:
+def staging_sizes_of(problem: Problem, copies: Sequence[StagedCopy]) -> list[int]:
+    """Return what ``staging_sizes`` does, of copies in the order of their first use."""
     if not copies:
         return [0]
     starts = sorted({copy.start for copy in copies})
@@ -259,7 +260,9 @@ def _fitting(
         total = sum(weight.size_bytes for weight in problem.weights)
         kept = [0, *accumulate(weight.size_bytes for weight in weights)]
         link_s = (
-            physical_limit(0.0, total - kept[count], 0, problem.machine, problem.room_bytes)[0]
+            physical_limit(
+                0.0, total - kept[count], 0, problem.machine, problem.room_bytes, has_hops=False
+            )[0]
             for count in counts
         )
     for count, time_s in zip(counts, link_s, strict=True):

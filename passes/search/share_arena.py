@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NoReturn
 
 from gascompile.core.errors import InfeasiblePlanError
@@ -11,7 +12,7 @@ from gascompile.core.workload import TensorKind
 from gascompile.passes.model.problem import Placement, Problem
 from gascompile.passes.search.schedule import Schedule, schedule
 from gascompile.passes.search.search import least_arena_bytes, snap, staging_sizes, time_bound_s
-from gascompile.passes.search.strategies import placements_of
+from gascompile.passes.search.strategies import REACHES, near_intervals, placements_of
 
 
 def share_arena(problem: Problem, arena_of: Plan) -> Schedule:
@@ -25,8 +26,9 @@ def share_arena(problem: Problem, arena_of: Plan) -> Schedule:
     residents = residents_of(arena_of)
     bottom = max((_end(tensor) for tensor in residents.values()), default=0)
     streamed = [i for i, weight in enumerate(problem.weights) if weight.name not in residents]
-    placements = placements_of(
-        problem, frozenset(range(len(problem.weights))) - set(streamed), "pinned"
+    resident = frozenset(range(len(problem.weights))) - set(streamed)
+    placements = _at_its_homes(problem, streamed, arena_of) or placements_of(
+        problem, resident, "pinned"
     )
     if not placements:
         _refuse(problem, bottom + sum(problem.weights[i].reserved_bytes for i in streamed), 0)
@@ -42,6 +44,22 @@ def share_arena(problem: Problem, arena_of: Plan) -> Schedule:
                 best = snap(staged, time_bound_s(problem, staged.placement))
     assert best is not None, "streaming each op's weights alone always packs"
     return best.with_staging(arena_bytes - bottom)
+
+
+def _at_its_homes(problem: Problem, streamed: Sequence[int], arena_of: Plan) -> list[Placement]:
+    """Return placements with the homes of ``arena_of``; none where it does not know all weights.
+
+    Slow tiers have room for one home of each, and for what waits there half the way.
+    """
+    sources = [link.source_tier for link in problem.links]
+    names = [weight.name for weight in problem.weights]
+    if any(names[i] not in arena_of.tensors for i in streamed):
+        return []
+    link_of: list[int | None] = [None] * len(names)
+    for i in streamed:
+        link_of[i] = sources.index(arena_of.tensors[names[i]].home)
+    kept = dict.fromkeys(near_intervals(problem, streamed, reach) for reach in REACHES)
+    return [Placement(strategy="pinned", link_of=tuple(link_of), kept=each) for each in kept]
 
 
 def residents_of(arena_of: Plan) -> dict[str, TensorPlan]:

@@ -44,7 +44,7 @@ def spread(problem: Problem, streamed: Sequence[int]) -> tuple[int | None, ...] 
 def _shares(problem: Problem, streamed: Sequence[int]) -> list[float]:
     """Return the part of all streamed bytes that each link carries."""
     total = sum(problem.weights[w].size_bytes for w in streamed)
-    time_s, _ = physical_limit(0.0, total, 0, problem.machine, problem.room_bytes)
+    time_s, _ = physical_limit(0.0, total, 0, problem.machine, problem.room_bytes, has_hops=False)
     left = float(total)
     shares: list[float] = []
     for link in problem.links:

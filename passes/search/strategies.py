@@ -30,7 +30,7 @@ _NUM_LARGEST = 12
 """Numbers of largest weights that stay first, beside zero to four of them. Chosen, not measured."""
 _FEW = 8
 """Weights up to which every set is tried: 256 sets."""
-_REACHES = (1, 4)
+REACHES = (1, 4)
 """Readers of streamed weights, within which one stays from a use to the next. Chosen, not measured."""
 
 
@@ -94,8 +94,8 @@ def placements_of(problem: Problem, residents: frozenset[int], strategy: str) ->
         link_of = choose(problem, streamed)
         if link_of is None:
             continue
-        for reach in _REACHES:
-            kept = _near_intervals(problem, streamed, reach)
+        for reach in REACHES:
+            kept = near_intervals(problem, streamed, reach)
             placements[Placement(strategy=strategy, link_of=link_of, kept=kept)] = None
         if len(problem.weights) >= MANY_WEIGHTS:
             break
@@ -178,7 +178,7 @@ def _spread_rank(i: int, count: int) -> int:
     return int(format(i, f"0{bits}b")[::-1], 2)
 
 
-def _near_intervals(
+def near_intervals(
     problem: Problem, streamed: Sequence[int], reach: int
 ) -> frozenset[tuple[int, int]]:
     """Return intervals of streamed weights with fewer than ``reach`` ops in them that read such weights."""

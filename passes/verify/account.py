@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gascompile.core.plan import Plan
-from gascompile.cost_models.simulate.arena import refuse
+from gascompile.cost_models.simulate.byte_ranges import refuse
 from gascompile.cost_models.simulate.replay import link_bytes
 from gascompile.cost_models.simulate.walk import Walk
 
@@ -15,8 +15,7 @@ def account(plan: Plan) -> tuple[dict[str, int], dict[str, int]]:
         PlanVerificationError: a step breaks a rule of the walk.
     """
     held = dict(Walk(plan).run().peak)
-    held[plan.machine.compute_tier] += plan.arena_bytes.get(plan.machine.compute_tier, 0)
-    for name, size_bytes in plan.beside_bytes.items():
+    for name, size_bytes in (*plan.arena_bytes.items(), *plan.beside_bytes.items()):
         held[name] = held.get(name, 0) + size_bytes
     moved = link_bytes(plan.steps, plan.workload.ops, plan.machine)
     return held, {link.name: moved.get(link.name, 0) for link in plan.machine.links}

@@ -13,12 +13,24 @@ from itertools import pairwise
 from gascompile.core.errors import PlanVerificationError
 from gascompile.core.plan import Plan
 from gascompile.core.sizes import PAGE_BYTES, format_size, reserve_bytes
-from gascompile.core.steps import Compute, Offload, Prefetch, Recompute, Release, Reload, Wait
+from gascompile.core.steps import (
+    Compute,
+    Evict,
+    Fetch,
+    Offload,
+    Prefetch,
+    Recompute,
+    Release,
+    Reload,
+    Wait,
+    fetched_to,
+    is_push,
+)
 from gascompile.core.tiles import parse_tile
 from gascompile.core.workload import TensorKind
 from gascompile.cost_models.formulas.energy import plan_energy
 from gascompile.cost_models.formulas.gathers import gather_link, gathered
-from gascompile.cost_models.simulate.arena import refuse
+from gascompile.cost_models.simulate.byte_ranges import refuse
 from gascompile.cost_models.simulate.replay import replay_plan
 from gascompile.cost_models.simulate.touches import heap_tensors
 from gascompile.passes.bounds.certify import EVERYTHING, WEIGHTS
@@ -128,14 +140,15 @@ def _check_program_order(plan: Plan) -> None:
 def _check_moves(plan: Plan) -> None:
     """Check each prefetch against its tensor's home, size and link, and every address."""
     site = plan.machine.compute_tier
-    on_heap = heap_tensors(plan)
+    on_heap, middle = heap_tensors(plan), fetched_to(plan.steps)
     arena_bytes = plan.arena_bytes.get(site, 0)
     links = {link.name: link for link in plan.machine.links}
     for name, tensor in plan.tensors.items():
         if tensor.address is not None:
             _check_address(name, tensor.address, tensor.size_bytes, arena_bytes, -1)
     for i, step in enumerate(plan.steps):
-        if isinstance(step, (Compute, Recompute)) or _is_heap_step(step, on_heap):
+        # What goes half the way is checked where the arenas in between are walked.
+        if isinstance(step, (Compute, Recompute, Fetch, Evict)) or _is_heap_step(step, on_heap):
             continue
         moved = plan.tensors.get(step.tensor)
         if isinstance(step, (Offload, Reload)) or step.address is None:
@@ -145,10 +158,11 @@ def _check_moves(plan: Plan) -> None:
         _check_address(step.tensor, step.address, moved.size_bytes, arena_bytes, i)
         if isinstance(step, Prefetch):
             link = links.get(step.link)
-            if link is None or (link.source_tier, link.target_tier) != (moved.home, site):
+            source = middle[step.tensor] if is_push(step, middle) else moved.home
+            if link is None or (link.source_tier, link.target_tier) != (source, site):
                 refuse(
                     f"step {i} reads '{step.tensor}' over '{step.link}', but it goes from "
-                    f"'{moved.home}' to '{site}'",
+                    f"'{source}' to '{site}'",
                     i,
                 )
             if step.size_bytes != moved.size_bytes:
@@ -177,8 +191,10 @@ def _check_address(name: str, address: int, size_bytes: int, arena_bytes: int, s
 def _check_accounts(plan: Plan) -> None:
     """Check peaks and link bytes against what the steps take and move, and the peaks against the budget."""
     site = plan.machine.compute_tier
-    if set(plan.arena_bytes) != {site}:
-        refuse(f"the plan has arenas in {sorted(plan.arena_bytes)} instead of '{site}' alone")
+    arenas = {site, *fetched_to(plan.steps).values()}
+    if set(plan.arena_bytes) != arenas:
+        wanted = " and ".join(f"'{name}'" for name in sorted(arenas))
+        refuse(f"the plan has arenas in {sorted(plan.arena_bytes)} instead of {wanted} alone")
     require_accounts(plan)
     reserved = {place.name: place.reserved_bytes for place in plan.places}
     held, moved = account(plan)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from gascompile.core.errors import DeviceError
+from gascompile.runtime.all_of import events_of, joined
 from gascompile.runtime.debug.races import COMPUTE, Clock, Races, host_thread
 from gascompile.runtime.memory.early_memory import EarlyMemory
 from gascompile.runtime.protocols import (
@@ -51,8 +52,7 @@ class WatchedStream:
 
     def book(self, size_bytes: int, *, after: Event | None = None) -> Booking | None:
         # What orders the copies is what they themselves wait for.
-        inner = after.inner if isinstance(after, WatchedEvent) else after
-        return self._inner.book(size_bytes, after=inner)
+        return self._inner.book(size_bytes, after=_inner(after))
 
     def copy(
         self,
@@ -64,15 +64,21 @@ class WatchedStream:
         booking: Booking | None = None,
     ) -> Event:
         races, link = self._races, self._link
-        if isinstance(after, WatchedEvent):
-            races.join(link, after.clock)
-            after = after.inner
+        for event in events_of(after):
+            if isinstance(event, WatchedEvent):
+                races.join(link, event.clock)
+        after = _inner(after)
         what = f"a copy over {link}"
         races.access(link, source, writes=False, name=name, what=what)
         races.access(link, target, writes=True, name=name, what=what)
         clock = races.mark(link)
         inner = self._inner.copy(target, source, name=name, after=after, booking=booking)
         return WatchedEvent(inner, clock, races)
+
+
+def _inner(after: Event | None) -> Event | None:
+    """Return what a watched stream lets the one inside it wait for."""
+    return joined(e.inner if isinstance(e, WatchedEvent) else e for e in events_of(after))
 
 
 class WatchedDevice:
@@ -94,6 +100,10 @@ class WatchedDevice:
     @property
     def is_host(self) -> bool:
         return self._inner.is_host
+
+    @property
+    def paces_links(self) -> bool:
+        return self._inner.paces_links
 
     @property
     def capacity_bytes(self) -> int | None:

@@ -46,6 +46,7 @@ class CpuDevice(DeviceInRam):
 
     name = "cpu"
     is_host = True
+    paces_links = False
     capacity_bytes = None
 
     def stream(self, link: str, *, ahead: bool = False) -> CopyStream:  # noqa: ARG002

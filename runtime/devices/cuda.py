@@ -19,6 +19,7 @@ import torch
 
 from gascompile.core.errors import DeviceError
 from gascompile.core.sizes import format_size
+from gascompile.runtime.all_of import events_of
 from gascompile.runtime.devices.cuda_graphs import CudaGraphs, Pools
 from gascompile.runtime.devices.probe import (
     DEVICE_MEMORY,
@@ -173,13 +174,13 @@ class CudaStream:
         booking: Booking | None = None,  # noqa: ARG002 - the link has its own time
     ) -> CudaEvent:
         with self._lock, self._cuda.stream(self._stream):
-            if after is not None:
-                assert isinstance(after, CudaEvent), "an event of this device"
-                after.hold_back(self._stream)
+            for event in events_of(after):
+                assert isinstance(event, CudaEvent), "an event of this device"
+                event.hold_back(self._stream)
             self._api.copy(target, source)
-            event = self._cuda.Event()
-            event.record(self._stream)
-            return CudaEvent(event)
+            end = self._cuda.Event()
+            end.record(self._stream)
+            return CudaEvent(end)
 
     def synchronize(self) -> None:
         self._stream.synchronize()
@@ -190,6 +191,7 @@ class CudaDevice:
 
     name = "cuda"
     is_host = False
+    paces_links = False
     races = None
     capacity_bytes = None
 

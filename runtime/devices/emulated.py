@@ -280,6 +280,7 @@ class EmulatedDevice(DeviceInRam):
 
     name = "emulated"
     is_host = False
+    paces_links = True
 
     def __init__(
         self, machine: Machine, *, disorder: Disorder | None = None, late: bool = False

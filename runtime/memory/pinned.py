@@ -13,7 +13,7 @@ from gascompile.core.machine import IoSettings
 from gascompile.core.op_sites import plan_sites
 from gascompile.core.plan import Plan, weights_elsewhere
 from gascompile.core.sizes import MIB, PAGE_BYTES, align_up, format_size, reserve_bytes
-from gascompile.core.steps import Offload, Prefetch, Reload
+from gascompile.core.steps import Offload, Prefetch, Reload, fetched_to, is_push
 from gascompile.core.workload import OpSpec, TensorKind
 
 HOST = "cpu"
@@ -41,16 +41,20 @@ def pinned_bytes(plan: Plan) -> int:
     """Return the host memory that a session of ``plan`` alone pins; 0 where the host computes."""
     if plan.machine.compute_tier == HOST:
         return 0
+    middle = fetched_to(plan.steps)
     homes = {
         step.tensor: reserve_bytes(step.size_bytes)
         for step in plan.steps
-        if isinstance(step, Prefetch) and plan.machine.link(step.link).source_tier == HOST
+        if isinstance(step, Prefetch)
+        and plan.machine.link(step.link).source_tier == HOST
+        and not is_push(step, middle)
     }
     for name in (*gathered_here(plan), *weights_elsewhere(plan)):
         homes[name] = reserve_bytes(plan.tensors[name].size_bytes)
     slots = crossing_slots(plan).values()
     homes_bytes = sum(homes.values()) + sum(align_up(size, PAGE_BYTES) for _, size in slots)
-    return passing_bytes(plan.workload.ops, plan.machine.io) + homes_bytes
+    half_way_bytes = plan.arena_bytes.get(HOST, 0)
+    return passing_bytes(plan.workload.ops, plan.machine.io) + homes_bytes + half_way_bytes
 
 
 def crossing_slots(plan: Plan) -> dict[str, tuple[int, int]]:
@@ -91,8 +95,10 @@ def gathered_here(plan: Plan) -> dict[str, int]:
 def host_first_use(plan: Plan) -> dict[str, int]:
     """Return the weights that a plan for a device keeps in the host's memory, with the first op that needs each."""
     first: dict[str, int] = {}
+    middle = fetched_to(plan.steps)
     for step in plan.steps:
-        if isinstance(step, Prefetch) and step.link.startswith(f"{HOST}->"):
+        is_ours = isinstance(step, Prefetch) and step.link.startswith(f"{HOST}->")
+        if isinstance(step, Prefetch) and is_ours and not is_push(step, middle):
             first.setdefault(step.tensor, step.op)
     return {**gathered_here(plan), **weights_elsewhere(plan), **first}
 

@@ -62,7 +62,13 @@ class Staging:
         self, landing: Landing, address: int, link: str, after: Event | None
     ) -> StagedReads:
         """Return a delivery to the reservation at ``address`` of the device's arena."""
-        target = self._arena.bytes(address, address + landing.shift_bytes + landing.size_bytes)
+        return self.delivery_to(self._arena, landing, address, link, after)
+
+    def delivery_to(
+        self, memory: Memory, landing: Landing, address: int, link: str, after: Event | None
+    ) -> StagedReads:
+        """Return a delivery to the reservation at ``address`` of other memory."""
+        target = memory.bytes(address, address + landing.shift_bytes + landing.size_bytes)
         return StagedReads(self, landing, target, self._device.stream(link), after)
 
     def filled(self, slot: StagingSlot, piece: Piece, name: str) -> None:

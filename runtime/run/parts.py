@@ -61,6 +61,11 @@ class RunParts:
         self.memories.clear()
         self.pinned.clear()
 
+    def unpin(self, memory: Memory) -> None:
+        """Give pinned memory back that nothing is copied from or to any more."""
+        self.pinned[:] = [each for each in self.pinned if each is not memory]
+        memory.close()
+
     def end_lanes(self, let_go: Callable[[], None]) -> None:
         """Let what computes beside the device end, with ``let_go``, which ends what it may be waiting for."""
         for lane in self.lanes:

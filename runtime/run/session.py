@@ -27,6 +27,7 @@ from gascompile.runtime.memory.device_states import DeviceStates
 from gascompile.runtime.memory.early_memory import EarlyMemory
 from gascompile.runtime.memory.pinned import host_first_use, pinned_bytes, require_budget
 from gascompile.runtime.memory.run_memory import RunMemory
+from gascompile.runtime.memory.staging import Staging
 from gascompile.runtime.protocols import (
     Device,
     Event,
@@ -48,6 +49,7 @@ from gascompile.runtime.transfer.residents import (
     Progress,
     Residents,
     check_residents,
+    first_uses,
     resident_addresses,
 )
 from gascompile.runtime.transfer.rows import tile_source, weight_view
@@ -124,21 +126,22 @@ class Session:
             self._landings: dict[str, Landing] = {}
             landings = {name: self.landing(name) for name in self.addresses}
             self._pinned: list[Memory] = []
-            self.engine = open_engine(
-                self.device, self.arena, self._files, io, reader=reader, pinned=self._pinned
-            )
+            self.stagings: list[Staging] = []
+            at = (self.device, self.arena, self._files, io, self.stagings)
+            self.engine = open_engine(*at, reader=reader, pinned=self._pinned)
         except BaseException:
             self.device.close()
             self._files.close()
             raise
         self.host = HostWeights(self.device, self.engine, "nvme->cpu", self._pinned)
-        self.spill_folder, self.open_spill = spill_folder, open_spill
-        self.store, self.memory, self._reserved_bytes = store, memory, reserved_bytes
+        self.spill_folder, self.open_spill, self.store = spill_folder, open_spill, store
+        self.memory, self._reserved_bytes = memory, reserved_bytes
         # Bound to the parts, not to the session: a session that is dropped is shut down too.
         self._parts = RunParts(
             self.kept, self.engine, self._files, self.device, [self.arena], self._pinned
         )
         self.heaps, self.lanes = self._parts.heaps, self._parts.lanes
+        self.unpin = self._parts.unpin
         self._shut_down = weakref.finalize(self, self._parts.close)
         self._turn, self.sharers = Turn(), weakref.WeakSet[Sharer]()
         # Before the first run only resident weights are on their way: there is nothing to drain.
@@ -175,10 +178,6 @@ class Session:
         """
         require_budget(plan, pinned_bytes(plan))
         tier = plan.machine.compute_tier
-        first_use: dict[str, int] = {}
-        for i, op in enumerate(plan.workload.ops):
-            for name in op.reads:
-                first_use.setdefault(name, i)
         into = sorted(plan.machine.links_into(tier), key=lambda link: link.source_tier != "nvme")
         return cls(
             arena_bytes=plan.arena_bytes.get(tier, 0),
@@ -187,7 +186,7 @@ class Session:
             stamps=stamps,
             states=states,
             io=plan.machine.io,
-            first_use=first_use,
+            first_use=first_uses(plan),
             link=into[0].name if into else f"nvme->{tier}",
             progress=progress,
             reader=reader,

@@ -44,7 +44,8 @@ from gascompile.runtime.run.schedule import (
 )
 from gascompile.runtime.run.session import Session
 from gascompile.runtime.run.site_steps import SiteSteps
-from gascompile.runtime.transfer.mover import PlanMover, due_ops
+from gascompile.runtime.transfer.dues import due_fetches, due_ops
+from gascompile.runtime.transfer.mover import PlanMover
 
 
 def compile_steps(
@@ -76,6 +77,7 @@ class _Builder(SiteSteps):
         self._module = graph_module
         self._sizes = {tensor.name: tensor.size_bytes for tensor in plan.workload.tensors}
         self._dues = [due for _, due in due_ops(plan)]
+        self._fetch_dues = [due for _, due in due_fetches(plan)]
         self._moving = moving(graph_module.graph, plan, self._store)
         is_alone = self._store and session.device.is_host and self._sites is None
         self._late = (
@@ -137,6 +139,10 @@ class _Builder(SiteSteps):
         arguments: tuple[Value, ...] = node.args[1:]
         if node.target is moves.resident:
             self._slot(node, self._session.resident(*arguments))
+        elif node.target is moves.fetch:
+            self._move(node, self._mover.fetch_at, (self._fetch_dues.pop(0), *arguments))
+        elif node.target is moves.evict:
+            self._move(node, self._mover.evict, arguments)
         elif node.target is moves.prefetch:
             self._move(node, self._mover.prefetch_at, (self._dues.pop(0), *arguments))
         elif node.target is moves.wait:

@@ -123,7 +123,7 @@ class Engine:
         *,
         key: int,
         link: str,
-        memory: memoryview | None = None,
+        memory: memoryview | Receive | None = None,
         on_done: Callable[[], None] | None = None,
         after: Event | None = None,
     ) -> _Request:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -21,7 +22,7 @@ from gascompile.runtime.protocols import (
 from gascompile.runtime.transfer.read_plan import Landing
 
 
-class _HostCopy:
+class HostCopy:
     """A copy to the device that starts as soon as its bytes are on the host; a ``Ticket``."""
 
     def __init__(self, load: Ticket, start: Callable[[], Event]) -> None:
@@ -46,6 +47,14 @@ class _HostCopy:
         self.event = self._start()
 
 
+class Forgetful(Protocol):
+    """What holds copies for the run at hand alone."""
+
+    def forget(self) -> None:
+        """Drop them; nothing moves any more."""
+        ...
+
+
 class HostWeights:
     """Pinned memory of the size that the plans' homes take, and what has been read into it."""
 
@@ -61,7 +70,9 @@ class HostWeights:
         self._loads: dict[str, tuple[Landing, HostMemory, int, int]] = {}
         self._tickets: dict[str, Ticket] = {}
         self._here: set[str] = set()
-        self._waiting: dict[str, queue.SimpleQueue[_HostCopy]] = {}
+        self._waiting: dict[str, queue.SimpleQueue[HostCopy]] = {}
+        self.half_ways: list[Forgetful] = []
+        """What else of plans lies in pinned memory, and only for a while."""
 
     def __contains__(self, tensor: str) -> bool:
         return tensor in self._bytes
@@ -114,7 +125,7 @@ class HostWeights:
         source = self._bytes[tensor]
         if tensor not in self._tickets:
             self.start()
-        copy = _HostCopy(
+        copy = HostCopy(
             self._tickets[tensor],
             lambda: stream.copy(target, source, name=tensor, after=after),
         )
@@ -143,19 +154,22 @@ class HostWeights:
     def forget(self) -> None:
         """Drop the copies of a run that has ended before its tensors had come."""
         for waiting in self._waiting.values():
-            while _next(waiting) is not None:
+            while next_copy(waiting) is not None:
                 pass
+        for half_way in self.half_ways:
+            half_way.forget()
 
     def _arrived(self, tensor: str) -> None:
         self._here.add(tensor)
         self._start_waiting(tensor)
 
     def _start_waiting(self, tensor: str) -> None:
-        while (copy := _next(self._waiting[tensor])) is not None:
+        while (copy := next_copy(self._waiting[tensor])) is not None:
             copy.go()
 
 
-def _next(waiting: queue.SimpleQueue[_HostCopy]) -> _HostCopy | None:
+def next_copy(waiting: queue.SimpleQueue[HostCopy]) -> HostCopy | None:
+    """Take a copy that waits, if there is any; it is the taker's to start."""
     try:
         return waiting.get_nowait()
     except queue.Empty:

@@ -217,7 +217,7 @@ class KvikioEngine:
         *,
         key: int,
         link: str,
-        memory: memoryview | None = None,
+        memory: memoryview | Receive | None = None,
         on_done: Callable[[], None] | None = None,
         after: Event | None = None,
     ) -> _Request:
@@ -236,7 +236,7 @@ class KvikioEngine:
         self.pool.put(key, request, 1)
         return request
 
-    def _names(self, landing: Landing, memory: memoryview | None) -> set[str]:
+    def _names(self, landing: Landing, memory: memoryview | Receive | None) -> set[str]:
         """Return the paths that the parts of a tensor take."""
         if memory is not None:
             return {POSIX}
@@ -250,11 +250,13 @@ class KvikioEngine:
         landing: Landing,
         address: int,
         link: str,
-        memory: memoryview | None,
+        memory: memoryview | Receive | None,
         after: Event | None,
     ) -> _Delivery:
-        if memory is not None:
+        if isinstance(memory, memoryview):
             return InPlace(memory, address)
+        if memory is not None:
+            return memory(landing, address, link, after)
         if self._receive is not None:
             return self._receive(landing, address, link, after)
         stop = address + landing.shift_bytes + landing.size_bytes

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gascompile.core.errors import PlanMismatchError, StorageError
+from gascompile.core.errors import StorageError
 from gascompile.core.op_sites import plan_sites
 from gascompile.core.plan import Plan
 from gascompile.core.reports import Stall
@@ -21,35 +21,13 @@ from gascompile.core.steps import Prefetch, Wait
 from gascompile.runtime.debug.races import COMPUTE, tensors_in
 from gascompile.runtime.memory.arena import POISON
 from gascompile.runtime.memory.counting import Count
-from gascompile.runtime.protocols import Instant, Ticket
+from gascompile.runtime.protocols import Event, Instant, Ticket
 from gascompile.runtime.run.meter import LiveBytes
 from gascompile.runtime.run.session import Session
 from gascompile.runtime.transfer.crossings import Crossings
+from gascompile.runtime.transfer.dues import due_ops, fetches_ahead
 from gascompile.runtime.transfer.gather import RowReader
-
-
-def due_ops(plan: Plan) -> list[tuple[Prefetch, int]]:
-    """Return each prefetch with the op of its wait; ``len(plan.ops)`` is added where that is in the next iteration.
-
-    Raises:
-        PlanMismatchError: nothing ever waits for a prefetch.
-    """
-    next_wait: dict[tuple[str, int], int] = {}
-    for step in plan.steps:
-        if isinstance(step, Wait) and step.address is not None:
-            next_wait.setdefault((step.tensor, step.address), step.op + len(plan.ops))
-    dues: list[tuple[Prefetch, int]] = []
-    for step in reversed(plan.steps):
-        if isinstance(step, Wait) and step.address is not None:
-            next_wait[step.tensor, step.address] = step.op
-        elif isinstance(step, Prefetch):
-            due = next_wait.get((step.tensor, step.address))
-            if due is None:
-                raise PlanMismatchError(
-                    f"the plan prefetches '{step.tensor}' to address {step.address} and never waits for it"
-                )
-            dues.append((step, due))
-    return dues[::-1]
+from gascompile.runtime.transfer.half_way import HalfWay
 
 
 class PlanMover:
@@ -83,6 +61,8 @@ class PlanMover:
                 self._views[key] = session.view(*key)
                 self._due.setdefault(key, wait.op)
         self._wrapped.sort(key=lambda pair: pair[1])
+        self._half_way = HalfWay.of(session, plan)
+        self._ahead = fetches_ahead(plan)
         sites = plan_sites(plan)
         self.crossings: Crossings | None = None
         if sites is not None:
@@ -119,8 +99,12 @@ class PlanMover:
         self._iteration = 0
         self._staged.clear()
         self._delivered.clear()
+        if self._half_way is not None:
+            self._half_way.forget()
         if self._paranoid:
             self._poison_streamed()
+        for fetch, op in self._ahead:
+            self.fetch_at(op % len(self._ops), fetch.tensor, fetch.link, fetch.place, fetch.address)
         for step, op in self._wrapped:
             self.prefetch_at(op, step.tensor, step.link, step.address)
 
@@ -155,6 +139,9 @@ class PlanMover:
         """Give back what the plan alone has taken; idempotent."""
         if self._heap is not None:
             self._heap.close()
+        if self._half_way is not None:
+            self._half_way.close()
+            self._half_way = None
         # Others of the session stay.
         self._session.heaps[:] = [h for h in self._session.heaps if h is not self._heap]
 
@@ -172,8 +159,9 @@ class PlanMover:
         self.copied_bytes = 0
         links = self._heap.links if self._heap is not None else ()
         rows = self._rows.links
+        hops = self._half_way.links if self._half_way is not None else ()
         self.link_bytes = dict.fromkeys(
-            (self._session.link, *self._links.values(), *links, *rows), 0
+            (self._session.link, *self._links.values(), *links, *rows, *hops), 0
         )
         if self.crossings is not None:
             self.crossings.begin(self.link_bytes, self._stalled)
@@ -182,6 +170,24 @@ class PlanMover:
     def heap_paths(self) -> Mapping[str, str]:
         """The I/O path of the links that tensors of the heap move over."""
         return self._heap.paths if self._heap is not None else {}
+
+    def fetch_at(self, due: int, tensor: str, link: str, place: str, address: int) -> None:
+        """Queue a read to the place in between, of which something that op ``due`` waits for is pushed on."""
+        del place
+        assert self._half_way is not None, "the session knows the plan"
+        key = self._iteration * len(self._ops) + due
+        landing = self._session.landing(tensor)
+        self._half_way.fetch(landing, address, key=key, link=link, is_now=self._overlap)
+
+    def evict(self, tensor: str, place: str, address: int) -> None:
+        """Give up what is in between; in a paranoid run its bytes are spoiled, once it has left."""
+        del place, address
+        assert self._half_way is not None, "the session knows the plan"
+        self._half_way.evict(tensor, spoil=self._paranoid)
+
+    def fetch(self, tensor: str, link: str, place: str, address: int) -> None:
+        """Start to read a tensor to the place in between; returns at once."""
+        self.fetch_at(0, tensor, link, place, address)
 
     def prefetch_at(self, due: int, tensor: str, link: str, address: int) -> None:
         """Queue a read that op ``due`` of this iteration waits for."""
@@ -202,6 +208,8 @@ class PlanMover:
         self._await(ticket, op, tensor)
         self._delivered.add(key)
         self._count(link, tensor)
+        if self._half_way is not None and (feed := self._half_way.newly_had(tensor, link)):
+            self._count(feed, tensor)
         return self._views[key]
 
     def _end_copy(self, key: tuple[str, int]) -> None:
@@ -261,7 +269,17 @@ class PlanMover:
         key = self._iteration * len(self._ops) + due
         # Whoever used the reservation before has been given to compute by now: its release precedes this.
         after = self._device.mark()
+        if self._half_way is not None and self._half_way.has(tensor, link):
+            return self._push(tensor, address, link, after)
         return self._session.submit(tensor, address, key=key, link=link, after=after)
+
+    def _push(self, tensor: str, address: int, link: str, after: Event | None) -> Ticket:
+        """Copy from the place in between; without overlap it is read to there only now."""
+        assert self._half_way is not None, "the session knows the plan"
+        landing = self._session.landing(tensor)
+        start = address + landing.shift_bytes
+        target = self._session.arena.bytes(start, start + landing.size_bytes)
+        return self._half_way.push(tensor, target, self._device.stream(link), after)
 
     def _await(self, ticket: Ticket, op: int, tensor: str) -> None:
         """Block until the bytes are on their way, and let compute wait for them to be there."""

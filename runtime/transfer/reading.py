@@ -34,6 +34,7 @@ def open_engine(
     arena: Memory,
     files: SourceFiles,
     io: IoSettings,
+    stagings: list[Staging] | None = None,
     *,
     reader: Reader,
     pinned: list[Memory],
@@ -45,6 +46,7 @@ def open_engine(
         arena: where tensors go.
         files: all files that will be read.
         io: which engine, with how many threads.
+        stagings: where the slots are noted that aligned reads go through.
         reader: the low-level read of aligned reads.
         pinned: where memory is noted that has to be closed with the session.
 
@@ -66,7 +68,11 @@ def open_engine(
             device, arena, files, io, own=own, count=count, reader=reader, pinned=pinned
         )
     else:
-        delivery = _staging(device, arena, io, pinned)
+        staging = Staging(device, arena, io)
+        pinned.append(staging.memory)
+        if stagings is not None:
+            stagings.append(staging)
+        delivery = staging.delivery
         make = lambda: Engine(files, delivery, own, reader=reader)  # noqa: E731
     return _each(count, drives, make)
 

@@ -93,6 +93,15 @@ def resident_addresses(plan: Plan) -> dict[str, int]:
     }
 
 
+def first_uses(plan: Plan) -> dict[str, int]:
+    """Return the first op that reads each tensor."""
+    first: dict[str, int] = {}
+    for i, op in enumerate(plan.workload.ops):
+        for name in op.reads:
+            first.setdefault(name, i)
+    return first
+
+
 def check_residents(addresses: Mapping[str, int], sources: Mapping[str, WeightSource]) -> None:
     """Raise ``PlanMismatchError`` where a resident weight has no file."""
     for name in addresses:

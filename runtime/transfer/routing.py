@@ -16,10 +16,10 @@ from gascompile.core.machine import IoSettings
 from gascompile.runtime.transfer.read_plan import Landing
 
 if TYPE_CHECKING:
-    from gascompile.runtime.protocols import Event, Ticket, TransferEngine
+    from gascompile.runtime.protocols import Event, Receive, Ticket, TransferEngine
 
-Route = Callable[[Landing, memoryview | None], int]
-"""Returns which engine reads a tensor; the memory is the host's it goes to if not into the engine's own."""
+Route = Callable[[Landing, bool], int]
+"""Returns which engine reads a tensor, and is told whether it goes to the engine's own memory, not the host's."""
 
 
 class Router:
@@ -46,12 +46,12 @@ class Router:
         *,
         key: int,
         link: str,
-        memory: memoryview | None = None,
+        memory: memoryview | Receive | None = None,
         on_done: Callable[[], None] | None = None,
         after: Event | None = None,
     ) -> Ticket:
         """Queue a tensor with its engine; see ``TransferEngine.submit``."""
-        engine = self._engines[self._route(landing, memory)]
+        engine = self._engines[self._route(landing, memory is None)]
         return engine.submit(
             landing, address, key=key, link=link, memory=memory, on_done=on_done, after=after
         )
@@ -79,7 +79,7 @@ def by_drive(drives: Mapping[str, str]) -> Route:
 
 def by_size(least_bytes: int) -> Route:
     """Return the route to the second engine for what is worth it, to the first for small tensors and the host's."""
-    return lambda landing, memory: int(memory is None and landing.size_bytes >= least_bytes)
+    return lambda landing, is_own: int(is_own and landing.size_bytes >= least_bytes)
 
 
 def share(io: IoSettings, num_drives: int) -> IoSettings:

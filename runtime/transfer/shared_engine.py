@@ -22,7 +22,7 @@ from gascompile.core.errors import StorageError
 from gascompile.core.sizes import PAGE_BYTES, align_up
 from gascompile.core.waiting import Gate, OwnThread
 from gascompile.runtime.collectives.local_ranks import NUM_FLAGS, LocalRanks
-from gascompile.runtime.protocols import Event, Ticket, TransferEngine
+from gascompile.runtime.protocols import Event, Receive, Ticket, TransferEngine
 from gascompile.runtime.transfer.read_plan import Landing, Piece
 from gascompile.runtime.transfer.under_way import cancelled
 
@@ -116,7 +116,7 @@ class SharedEngine:
         *,
         key: int,
         link: str,
-        memory: memoryview | None = None,
+        memory: memoryview | Receive | None = None,
         on_done: Callable[[], None] | None = None,
         after: Event | None = None,
     ) -> Ticket:

@@ -11,10 +11,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gascompile.core.machine import Link, Machine
-from gascompile.core.steps import Compute, Offload, Prefetch, Recompute, Release, Reload, Step, Wait
+from gascompile.core.steps import (
+    Compute,
+    Evict,
+    Fetch,
+    Offload,
+    Prefetch,
+    Recompute,
+    Release,
+    Reload,
+    Step,
+    Wait,
+)
 from gascompile.core.workload import TensorKind, Workload
 from tests.passes.step_values import PERSISTENT, Values
-from tests.passes.step_world import Flight, Place, World, set_up
+from tests.passes.step_world import Flight, HalfWay, Place, World, is_from_middle, set_up
 
 MAX_ITERATIONS = 600
 
@@ -38,6 +49,7 @@ def simulate(
     residents: Mapping[str, int] | None = None,
     sites: Sequence[str] | None = None,
     limits_bytes: Mapping[str, int] | None = None,
+    middle_bytes: Mapping[str, int] | None = None,
 ) -> Simulated:
     """Execute ``steps`` until nothing new happens.
 
@@ -50,6 +62,7 @@ def simulate(
         residents: arena addresses of the tensors that stay there.
         sites: tier at which each op runs; by default the compute tier.
         limits_bytes: per tier what the peak must not exceed.
+        middle_bytes: sizes of the arenas on other tiers, each counted as a whole.
 
     Raises:
         AssertionError: the steps break a rule.
@@ -65,6 +78,7 @@ def simulate(
         Values(workload),
     )
     world.peak_bytes = dict.fromkeys(machine.tiers, 0)
+    world.middle_bytes = dict(middle_bytes or {})
     set_up(world)
     seconds = _steady_seconds(world) if workload.repeats else _one_iteration(world)
     for tier, limit in (limits_bytes or {}).items():
@@ -85,7 +99,11 @@ def _steady_seconds(world: World) -> float:
         was, fresh = fresh, _freshness(world)
         assert iteration == 0 or was == fresh, "what is up to date changes from end to end"
         ends.append(world.now_s)
-        late = (*world.free_s.items(), *((k, f.arrival_s) for k, f in world.flights.items()))
+        late = (
+            *world.free_s.items(),
+            *((k, f.arrival_s) for k, f in world.flights.items()),
+            *((k, m.arrival_s) for k, m in world.middle.items()),
+        )
         ahead = tuple((key, round(max(0.0, at - world.now_s), 9)) for key, at in late)
         if ahead in seen and iteration >= 3:
             before, at_s = seen[ahead]
@@ -96,7 +114,8 @@ def _steady_seconds(world: World) -> float:
 
 
 def _shape(world: World) -> object:
-    return sorted(map(str, world.near)), sorted(map(str, world.flights))
+    middle = sorted((name, m.address) for name, m in world.middle.items())
+    return sorted(map(str, world.near)), sorted(map(str, world.flights)), middle
 
 
 def _freshness(world: World) -> object:
@@ -141,6 +160,10 @@ def _execute(world: World, step: Step) -> None:
             world.far[step.tensor, flight.target_tier] = flight.value
     elif isinstance(step, Release):
         _release(world, step)
+    elif isinstance(step, Fetch):
+        _fetch(world, step)
+    elif isinstance(step, Evict):
+        _evict(world, step)
     else:
         _transfer(world, step)
 
@@ -157,12 +180,40 @@ def _release(world: World, step: Release) -> None:
     del world.near[place]
 
 
+def _fetch(world: World, step: Fetch) -> None:
+    name, link = step.tensor, world.machine.link(step.link)
+    assert world.kind(name) is TensorKind.WEIGHT, "only weights wait half the way"
+    assert (link.source_tier, link.target_tier) == (world.homes[name], step.place), "wrong way"
+    assert step.place != world.center and step.size_bytes == world.size(name)
+    assert name not in world.middle, "is there already"
+    end = step.address + step.size_bytes
+    assert end <= world.middle_bytes[step.place], "behind the end of the arena in between"
+    for other, there in world.middle.items():
+        apart = end <= there.address or there.address + world.size(other) <= step.address
+        assert there.place != step.place or apart, f"{other} is at {there.address}"
+    arrival_s = _enqueue(world, link, step.size_bytes, world.now_s)
+    value = world.far[name, link.source_tier]
+    assert value is not None, "the home has no copy"
+    world.middle[name] = HalfWay(
+        place=step.place, address=step.address, value=value, arrival_s=arrival_s
+    )
+
+
+def _evict(world: World, step: Evict) -> None:
+    there = world.middle[step.tensor]
+    assert (there.place, there.address) == (step.place, step.address), "is not there"
+    leaving = [f for (name, _), f in world.flights.items() if name == step.tensor and f.pushed]
+    assert not leaving, "is still being pushed on"
+    del world.middle[step.tensor]
+
+
 def _transfer(world: World, step: Offload | Reload | Prefetch) -> None:
     name, place = step.tensor, (step.tensor, step.address)
     link = world.machine.link(step.link)
     assert world.kind(name) is not TensorKind.INPUT, "inputs are the caller's"
     assert step.size_bytes == world.size(name), "size"
     assert place not in world.flights, "another transfer is in flight"
+    ready_s, pushed = world.now_s, is_from_middle(world, step)
     if isinstance(step, Offload):
         assert link.source_tier == world.center, "wrong way"
         assert place in world.near, "no copy to offload"
@@ -172,17 +223,22 @@ def _transfer(world: World, step: Offload | Reload | Prefetch) -> None:
         assert link.target_tier == world.center, "wrong way"
         assert place not in world.near, "is there already"
         found = world.far.get((name, link.source_tier))
+        if pushed:
+            there = world.middle[name]
+            found, ready_s = there.value, max(ready_s, there.arrival_s)
         assert found is not None, f"no copy on {link.source_tier}"
         _check_room(world, place)
         value = world.near[place] = found
-    arrival_s = _enqueue(world, link, step.size_bytes)
-    world.flights[place] = Flight(value=value, arrival_s=arrival_s, target_tier=link.target_tier)
+    arrival_s = _enqueue(world, link, step.size_bytes, ready_s)
+    world.flights[place] = Flight(
+        value=value, arrival_s=arrival_s, target_tier=link.target_tier, pushed=pushed
+    )
     _count(world)
 
 
-def _enqueue(world: World, link: Link, size_bytes: int) -> float:
+def _enqueue(world: World, link: Link, size_bytes: int, ready_s: float) -> float:
     rates = {pipe.name: pipe.bandwidth_bytes_per_s for pipe in world.machine.pipes}
-    begun_s = max([world.now_s, *(world.free_s.get(key, 0.0) for key in (link.name, *link.shared))])
+    begun_s = max([ready_s, *(world.free_s.get(key, 0.0) for key in (link.name, *link.shared))])
     arrival_s = begun_s + link.latency_s + size_bytes / link.bandwidth_bytes_per_s
     world.free_s[link.name] = arrival_s
     for pipe in link.shared:
@@ -298,6 +354,8 @@ def _count(world: World, extra: Mapping[str, int] | None = None) -> None:
     used[world.center] += sum(size[name] for name, address in world.near if address is None)
     for name, tier in world.far:
         used[tier] += size[name]
+    for tier, size_bytes in world.middle_bytes.items():
+        used[tier] += size_bytes
     for tier, count in used.items():
         total = count + (extra or {}).get(tier, 0)
         world.peak_bytes[tier] = max(world.peak_bytes[tier], total)

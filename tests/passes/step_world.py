@@ -6,7 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gascompile.core.machine import Machine
-from gascompile.core.steps import Compute, Offload, Prefetch, Recompute, Reload, Step, Wait
+from gascompile.core.steps import (
+    Compute,
+    Evict,
+    Fetch,
+    Offload,
+    Prefetch,
+    Recompute,
+    Reload,
+    Step,
+    Wait,
+)
 from gascompile.core.workload import TensorKind, Workload
 from tests.passes.step_values import PERSISTENT, Values
 
@@ -21,6 +31,18 @@ class Flight:
     value: int
     arrival_s: float
     target_tier: str
+    pushed: bool = False
+    """Whether it comes from half the way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HalfWay:
+    """A copy in an arena of a slow tier."""
+
+    place: str
+    address: int
+    value: int
+    arrival_s: float
 
 
 @dataclass(slots=True)
@@ -48,6 +70,8 @@ class World:
     peak_bytes: dict[str, int] = field(default_factory=dict)
     link_bytes: dict[str, int] = field(default_factory=dict)
     last_access: dict[str, int] = field(default_factory=dict)
+    middle: dict[str, HalfWay] = field(default_factory=dict)
+    middle_bytes: dict[str, int] = field(default_factory=dict)
 
     @property
     def center(self) -> str:
@@ -82,8 +106,41 @@ def set_up(world: World) -> None:
             _set_up_repeating(world, name, value)
 
 
+def is_from_middle(world: World, step: Step) -> bool:
+    """Whether a load comes from where its tensor waits half the way, not from its home."""
+    return isinstance(step, Prefetch) and any(
+        isinstance(s, Fetch) and s.tensor == step.tensor and step.link.startswith(f"{s.place}->")
+        for s in world.steps
+    )
+
+
+def _set_up_middle(world: World, name: str, value: int) -> None:
+    """Put half the way what is pushed or given up before an iteration has read it."""
+    fetches = [s for s in world.steps if isinstance(s, Fetch) and s.tensor == name]
+    first = next(
+        (
+            s
+            for s in world.steps
+            if isinstance(s, Fetch | Evict | Prefetch)
+            and s.tensor == name
+            and (not isinstance(s, Prefetch) or is_from_middle(world, s))
+        ),
+        None,
+    )
+    if fetches and not isinstance(first, Fetch):
+        last = fetches[-1]
+        world.middle[name] = HalfWay(
+            place=last.place, address=last.address, value=value, arrival_s=0.0
+        )
+
+
 def _set_up_repeating(world: World, name: str, value: int) -> None:
-    named = [s for s in world.steps if not isinstance(s, Compute | Recompute) and s.tensor == name]
+    _set_up_middle(world, name, value)
+    named = [
+        s
+        for s in world.steps
+        if not isinstance(s, Compute | Recompute | Fetch | Evict) and s.tensor == name
+    ]
     for address in dict.fromkeys(step.address for step in named) or [None]:
         first: Step | None = next((s for s in named if s.address == address), None)
         if not isinstance(first, Wait):
@@ -95,12 +152,17 @@ def _set_up_repeating(world: World, name: str, value: int) -> None:
             assert moves, f"{first} waits for nothing"
             link = world.machine.link(moves[-1].link)
             world.near[name, address] = value
+            pushed = is_from_middle(world, moves[-1])
             world.flights[name, address] = Flight(
-                value=value, arrival_s=0.0, target_tier=link.target_tier
+                value=value, arrival_s=0.0, target_tier=link.target_tier, pushed=pushed
             )
+            if pushed:
+                continue
             other = link.source_tier if link.target_tier == world.center else link.target_tier
             world.far[name, other] = value if link.target_tier == world.center else None
         elif isinstance(first, Reload | Prefetch):
+            if is_from_middle(world, first):
+                continue
             world.far[name, world.machine.link(first.link).source_tier] = value
         elif first is not None or world.homes.get(name, world.center) == world.center:
             world.near[name, address] = value
@@ -116,6 +178,8 @@ def _first_event(world: World, name: str, address: int | None) -> Step | None:
                 continue
             if name in (*op.reads, *op.writes) and not _in_arena(world, name):
                 return step
+        elif isinstance(step, Fetch | Evict):
+            continue
         elif step.tensor == name and step.address == address:
             return step
     return None

@@ -68,6 +68,9 @@ def _check_step(plan: Plan, step: object, where: str) -> None:
     site = getattr(step, "site", None)
     if site is not None and site not in set(plan.machine.tiers) - {plan.machine.compute_tier}:
         raise FormatError(f"{where}: {ascii(site)[:200]} is no other site; plan again")
+    place = getattr(step, "place", None)
+    if place is not None and place not in set(plan.machine.tiers) - {plan.machine.compute_tier}:
+        raise FormatError(f"{where}: {ascii(place)[:200]} is no place in between; plan again")
     tensor = getattr(step, "tensor", None)
     if tensor is not None and tensor not in plan.tensors:
         raise FormatError(f"{where}: the plan has no tensor {ascii(tensor)[:200]}")
