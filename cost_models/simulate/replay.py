@@ -3,11 +3,10 @@
 One thread walks the steps, one per site where ops run on several, see ``op_sites``. ``Compute`` and
 ``Recompute`` take their op's seconds; ``Fetch``, ``Prefetch``, ``Offload`` and ``Reload`` put a transfer on its
 link and cost nothing; ``Wait`` blocks until the transfer has arrived. What is pushed on from a place in between
-takes its turn on the link when it is issued, and begins no earlier than it has come there.
-A link serves its transfers one after the other in the order of their steps; a pipe that links share
-admits a transfer when the bytes of the one before would have passed at the pipe's own bandwidth. While
-an op runs, links lose the share of their speed that the machine's ``interference`` says, and ops lose the
-processors' time that it takes to move bytes.
+takes its turn on the link when it is issued, and begins no earlier than it has come there. A link serves its
+transfers one after the other in the order of their steps; a pipe that links share admits a transfer when the
+bytes of the one before would have passed at the pipe's own bandwidth. While an op runs, links lose the share of
+their speed that the machine's ``interference`` says, and ops lose the processors' time that it takes to move bytes.
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
+from gascompile.core.huge_pages import map_anonymous
 from gascompile.core.sizes import MIB, SPILL_BUFFER_BYTES
 from gascompile.distributed.beside import Ops, meet
 from gascompile.runtime.collectives.exchange import Exchange
-from gascompile.runtime.memory.early_memory import map_anonymous
 from gascompile.runtime.memory.pages import Pages
 from gascompile.runtime.memory.persistent import Persistent
 from gascompile.runtime.protocols import Ticket
