@@ -17,8 +17,8 @@ from pathlib import Path
 from gascompile.bundles import plan_cache
 from gascompile.bundles.kept_captures import captures_dir
 from gascompile.core.errors import StorageError
+from gascompile.core.files import exclusive
 from gascompile.weights import tied
-from gascompile.weights.store import exclusive
 from gascompile.weights.store_check import NOTES
 
 GRACE_S = 3600.0

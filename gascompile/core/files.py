@@ -6,10 +6,13 @@ file that is read goes through here, so only regular files are, and no more of t
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from gascompile.core.errors import FormatError, StorageError
@@ -65,6 +68,23 @@ def open_lock(path: str | os.PathLike[str]) -> int:
         os.close(descriptor)
         raise StorageError(f"{_shown(path)} is {_kind(mode)}, not a regular file; remove it")
     return descriptor
+
+
+@contextlib.contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Hold an advisory lock on ``path`` against other processes; raises ``StorageError`` where it cannot be made."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open_lock(path)
+    except OSError as error:
+        raise StorageError(
+            f"cannot write in {path.parent}: {error.strerror or error}; pass another cache_dir="
+        ) from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
 
 
 def read_regular(path: str | os.PathLike[str], *, max_bytes: int) -> bytes:

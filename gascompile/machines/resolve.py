@@ -20,6 +20,7 @@ from gascompile.core.checks.machine_files import load_machine, named_machine
 from gascompile.core.checks.machine_files import preset as preset  # noqa: PLC0414 - re-exported
 from gascompile.core.checks.machine_files import preset_names as preset_names  # noqa: PLC0414 - re-exported
 from gascompile.core.errors import FormatError, StorageError
+from gascompile.core.files import exclusive
 from gascompile.core.machine import Machine
 from gascompile.cost_models.measure.host import (
     cpu_model,
@@ -132,10 +133,26 @@ def profile_of(machine: Machine, cache_dir: Path) -> Path | None:
 
 def _this_machine(cache_dir: Path, read: ProbeReader) -> Machine:
     made_folder(cache_dir)
-    disproved = is_stale(remembered_path(cache_dir))
-    remembered = None if disproved else remembered_machine(cache_dir)
-    machine = remembered or _with_free_memory(measure_briefly(cache_dir=cache_dir, read=read))
+    path = remembered_path(cache_dir)
+    before = _written_ns(path)
+    machine = None if is_stale(path) else remembered_machine(cache_dir)
+    if machine is None:
+        # Of processes that begin at once one measures: all plan with its numbers, and none disturbs it.
+        with exclusive(cache_dir / ".machine.lock"):
+            if _written_ns(path) != before:
+                machine = remembered_machine(cache_dir)
+            if machine is None:
+                measured = measure_briefly(cache_dir=cache_dir, read=read)
+                machine = _with_free_memory(measured)
     return readable_here(machine)
+
+
+def _written_ns(path: Path) -> int | None:
+    """Return when a file was written; ``None`` where there is none."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return None
 
 
 def _with_free_memory(machine: Machine) -> Machine:

@@ -20,6 +20,7 @@ import torch
 from gascompile.bundles.bundle import require_unchanged
 from gascompile.core import serial
 from gascompile.core.errors import CheckpointError, FormatError, StorageError
+from gascompile.core.files import exclusive
 from gascompile.core.progress import task
 from gascompile.core.sizes import PAGE_BYTES, align_up
 from gascompile.core.sources import FileStamp, WeightSource
@@ -34,7 +35,7 @@ from gascompile.weights.checkpoint import (
     open_checkpoint,
 )
 from gascompile.weights.rows import WeightRows
-from gascompile.weights.store import exclusive, writing
+from gascompile.weights.store import writing
 from gascompile.weights.store_check import Advance, Hash, is_whole, note_whole
 
 _BLOCK_VALUES = 1 << 21  # 8 MiB of float32 at once

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 import shutil
@@ -20,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from gascompile.core.errors import StorageError
-from gascompile.core.files import open_lock
+from gascompile.core.files import exclusive
 from gascompile.core.sizes import format_size
 from gascompile.weights.checkpoint import Checkpoint, open_checkpoint
 from gascompile.weights.store_check import Advance, Hash, is_whole, note_whole
@@ -128,20 +127,3 @@ def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         seen.add(whole.data_ptr())
         result[name] = whole
     return result
-
-
-@contextlib.contextmanager
-def exclusive(path: Path) -> Iterator[None]:
-    """Hold an advisory lock on ``path`` against other processes; raises ``StorageError`` where it cannot be made."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = open_lock(path)
-    except OSError as error:
-        raise StorageError(
-            f"cannot write in {path.parent}: {error.strerror or error}; pass another cache_dir="
-        ) from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(file)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,10 +37,11 @@ class Measured:
     """Counts measurements and answers each with a preset, quickly."""
 
     def __init__(self) -> None:
-        self.times = 0
+        self.times, self.takes_s = 0, 0.0
 
     def __call__(self, *, folder: object, read: object) -> Machine:
         self.times += 1
+        time.sleep(self.takes_s)
         return preset("cpu-nvme")
 
 
@@ -66,6 +69,17 @@ def test_it_is_measured_once(tmp_path: Path, measured: Measured) -> None:
     again = resolve_machine(None, cache_dir=tmp_path, read=no_read)
     assert measured.times == 1
     assert again.links == first.links
+
+
+def test_those_that_begin_at_once_measure_once(tmp_path: Path, measured: Measured) -> None:
+    def resolve(_: int) -> Machine:
+        return resolve_machine(None, cache_dir=tmp_path, read=no_read)
+
+    measured.takes_s = 0.2
+    with ThreadPoolExecutor(4) as pool:
+        machines = list(pool.map(resolve, range(4)))
+    assert measured.times == 1
+    assert all(machine.links == machines[0].links for machine in machines)
 
 
 def test_other_threads_are_another_machine(
