@@ -26,7 +26,7 @@ _LONG_S = 0.15
 """For which they do: what holds processors to a share of their time looks at some 20 ms."""
 _LONGER = 1.5
 """Ops between two moves, beside what a move takes alone, so that none is waited for."""
-_REPEATS = 3  # the median: other programs may have disturbed one
+_REPEATS = 4  # the least of each: others may have disturbed some
 
 
 class OwnMoves:
@@ -63,13 +63,13 @@ class OwnMoves:
         gap_s = ops.seconds(count)
         several = int(_LONG_S / (2 * gap_s))
         names = self._names[: max(min(several, _MOST_TENSORS), _FEWEST_TENSORS)]
-        lost_s = []
+        plain_s, moving_s = [], []
         for _ in range(_REPEATS):
             meet(exchange)
-            plain_s = ops.seconds(2 * len(names) * count)
+            plain_s.append(ops.seconds(2 * len(names) * count))
             meet(exchange)
-            lost_s.append(self._round(names, lambda: ops.run(count)) - plain_s)
-        return max(sorted(lost_s)[_REPEATS // 2], 0.0) / (2 * len(names) * _BYTES)
+            moving_s.append(self._round(names, lambda: ops.run(count)))
+        return max(min(moving_s) - min(plain_s), 0.0) / (2 * len(names) * _BYTES)
 
     def _round(self, names: list[str], between: Callable[[], object]) -> float:
         """Let tensors come and go, with ops beside each move; return the seconds, without waits where there are ops."""
