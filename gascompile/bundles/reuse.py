@@ -26,7 +26,8 @@ from gascompile.bundles.kept_captures import (
 )
 from gascompile.capture.fingerprint.fingerprint import ModulePrint
 from gascompile.capture.record.dependencies import Dependencies
-from gascompile.capture.record.record import CaptureRecord, Recorded, watched
+from gascompile.capture.record.kept_watches import watched
+from gascompile.capture.record.record import CaptureRecord, Recorded
 from gascompile.capture.record.watched import Watches
 from gascompile.core import serial
 from gascompile.core.errors import FormatError, StorageError

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,29 +18,30 @@ from torch.utils import _pytree as pytree
 
 from gascompile.capture.fake_twin import fake_twin
 from gascompile.capture.fingerprint.code_origin import Origin, origin_of_file
+from gascompile.capture.gradients import (
+    GradientCall,
+    Spaces,
+    computes_alike,
+    told,
+    without_gradients,
+)
 from gascompile.capture.keyword_names import named_keywords
 from gascompile.capture.later.history import History
 from gascompile.capture.later.later_calls import Exported, Steady, steady_capture
 from gascompile.capture.later.rounds import Rounds
 from gascompile.capture.record.asked_inputs import AskedInputs
-from gascompile.capture.record.asked_settings import (
-    GRADIENTS,
-    as_if_recording,
-    require_as_told,
-)
+from gascompile.capture.record.asked_settings import GRADIENTS, require_as_told
 from gascompile.capture.record.effects import EffectTrace
 from gascompile.capture.record.record import Recorder
-from gascompile.capture.record.recorder import caller_of
-from gascompile.capture.record.same_graph import graph_digest
 from gascompile.capture.record.trial import Trial
 from gascompile.capture.to_program import Capture, to_program
 from gascompile.capture.trace_inputs import overlaps, trace_inputs, with_sharing
+from gascompile.capture.tracing import tracing
+from gascompile.core.collection import no_collection
 from gascompile.core.deferral import deferring
 from gascompile.core.errors import CaptureError, UnsupportedOpError
-from gascompile.core.true_strides import true_strides
 from gascompile.passes.graph.mutated_tensors import written_inputs
 
-_Spaces = Sequence[dict[str, Any]]
 _TRANSFORMS = "torch._functorch.predispatch"
 """Where the functions are defined that stand for transforms in a trace."""
 _log = logging.getLogger("gascompile")
@@ -73,7 +72,8 @@ def capture(
     leaves = pytree.tree_leaves((args, dict(kwargs)))
     past = history if history is not None else History()
     call = model, args, kwargs, dynamic_shapes, device, past
-    captured, steady = _captured(*call, overlapping=False)
+    with no_collection():
+        captured, steady = _captured(*call, overlapping=False)
     written = written_inputs(captured.program)
     if written and overlaps(leaves):
         if dynamic_shapes is not None:
@@ -81,7 +81,8 @@ def capture(
                 f"{type(model).__name__} writes to its input '{min(written)}', and inputs overlap in memory, which "
                 "dynamic shapes cannot describe; pass clones, or leave out dynamic_shapes"
             )
-        captured, steady = _captured(*call, overlapping=True)
+        with no_collection():
+            captured, steady = _captured(*call, overlapping=True)
         written = written_inputs(captured.program)
     past.add(args, kwargs, steady.inert, settles=steady.settles)
     inputs = with_sharing(captured.program.inputs, leaves, written)
@@ -102,17 +103,16 @@ def _captured(
     overlapping: bool,
 ) -> tuple[Capture, Steady]:
     def exported(
-        trial: Trial | None = None, rounds: Rounds | None = None, spaces: _Spaces | None = None
+        trial: Trial | None = None, rounds: Rounds | None = None, spaces: Spaces | None = None
     ) -> EffectTrace[Exported]:
         twin, canonical = fake_twin(model, device=device)
         inputs = trace_inputs(args, kwargs, device=device, overlapping=overlapping)
         recorder = Recorder(twin, versions=True, trial=trial)
         is_recording = spaces is not None
         recorder.follow(twin, rounds, AskedInputs(args, kwargs, model, is_recording=is_recording))
-        told = as_if_recording(spaces, caller_of) if spaces is not None else nullcontext()
         try:
             names = inputs[1] if dynamic_shapes is not None else ()
-            with recorder.around(), _tracing(), told, named_keywords(twin, names):
+            with recorder.around(), tracing(), told(spaces), named_keywords(twin, names):
                 program = torch.export.export(
                     twin, inputs[0], dict(inputs[1]), dynamic_shapes=dynamic_shapes, strict=False
                 )
@@ -123,10 +123,12 @@ def _captured(
             captured=(program, canonical, *inputs),
             graph_module=program.graph_module,
             recorder=recorder,
+            constants=program.constants,
         )
 
     trace = exported()
-    digest = graph_digest(trace.graph_module) if _asks_for_gradients(trace) else ""
+    asks, calls = GRADIENTS in trace.recorder.settings, trace.recorder.calls
+    digest = trace.digest() if asks else ""
     if trace.recorder.changes_containers:
         _log.warning(
             "%s changes a list or dict that it is given: planned calls return what it returns, and leave the caller's "
@@ -139,19 +141,13 @@ def _captured(
         trace = steady.trace
     require_as_told(steady.record.running.settings, type(model).__name__)
     if digest and torch.is_grad_enabled():
-        steady = _without_gradients(steady, exported, digest, type(model).__name__)
+        call = GradientCall(model, args, kwargs, device, overlapping=overlapping)
+        is_proven = dynamic_shapes is None and computes_alike(call, steady.record, calls)
+        steady = without_gradients(
+            steady, None if is_proven else exported, digest, type(model).__name__
+        )
     captured = to_program(type(model).__name__, *trace.captured)
     return replace(captured, record=steady.record), steady
-
-
-@contextmanager
-def _tracing() -> Iterator[None]:
-    with torch.no_grad(), warnings.catch_warnings(), true_strides():
-        # Recurrent layers set up their own list of weights again while they are traced.
-        warnings.filterwarnings("ignore", message=r".*\._flat_weights\[")
-        # What later calls find in one is looked at.
-        warnings.filterwarnings("ignore", message=r".*assigned during export")
-        yield
 
 
 def _require_no_transforms(graph_module: torch.fx.GraphModule) -> None:
@@ -167,34 +163,6 @@ def _require_no_transforms(graph_module: torch.fx.GraphModule) -> None:
                     f"op '{node.name}' is a part of a transform of torch.func, and no ATen op. Write vmap as batched "
                     "tensor code, and derivatives as formulas"
                 )
-
-
-def _asks_for_gradients(trace: EffectTrace[Exported]) -> bool:
-    return GRADIENTS in trace.recorder.settings
-
-
-def _without_gradients(
-    steady: Steady, exported: Callable[..., EffectTrace[Exported]], digest: str, who: str
-) -> Steady:
-    """Return what is proven if the model computes the same whether gradients are recorded, which no run does.
-
-    Raises:
-        CaptureError: it does not.
-    """
-    record = steady.record
-    spaces = list({id(space): space for _, space in record.running.code.values()}.values())
-    other = exported(spaces=spaces)
-    other.recorder.restore()
-    if graph_digest(other.graph_module) != digest:
-        raise CaptureError(
-            f"{who} computes something else where gradients are recorded, which it asks for ({GRADIENTS}, or "
-            "requires_grad, grad_fn or is_leaf of a value), and a plan computes without. What to do: compile and call "
-            "it under torch.no_grad(), or train it with gascompile.compile_step"
-        )
-    record.running.settings.pop(GRADIENTS, None)
-    return replace(
-        steady, record=replace(record, watches=record.watches.without(frozenset({GRADIENTS})))
-    )
 
 
 def _capture_error(model: nn.Module, error: Exception) -> CaptureError:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from torch import fx
@@ -36,6 +36,12 @@ class EffectTrace(Generic[T]):
     graph_module: fx.GraphModule
     """What must not differ."""
     recorder: Recorder
+    constants: Mapping[str, object] = field(default_factory=dict)
+    """Values of the graph's inputs that are no caller's and no model's."""
+
+    def digest(self) -> str:
+        """Return a digest of all that is computed, for others to be compared with."""
+        return graph_digest(self.graph_module, self.constants)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +79,7 @@ def prove(
         with _collector_at_rest():
             real = Trial(record.suspects, spaces, is_opaque=False)
             trace = capture(real)
-            digest = graph_digest(trace.graph_module)
+            digest = trace.digest()
             # Should what the first left behind have been in the way, all of it is collected in another attempt.
             trial = Trial(record.suspects, spaces, is_opaque=True, collected=not attempt)
             why = _difference(trial, capture, digest)
@@ -117,7 +123,7 @@ def _difference(
     try:
         trace = capture(trial)
         asks = trial.not_followed(trace.recorder.asks)
-        same = graph_digest(trace.graph_module) == digest
+        same = trace.digest() == digest
     except UsedError:
         return trial.uses.texts[0]
     except (CaptureError, UnsupportedOpError) as error:

@@ -13,6 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from gascompile.capture.fingerprint.code_origin import Origin, origin_of_file
+from gascompile.capture.record.call_digest import CallDigest
 from gascompile.core.deferral import safe_point
 
 _OWN_SPACES = {"aten", "prim", "prims", "prologue", "inductor", "quantized", "_c10d_functional"}
@@ -26,10 +27,11 @@ class Quiet(TorchFunctionMode):
         profile: Callable[..., None],
         ran: Callable[[types.CodeType, dict[str, Any]], None],
         answer: Callable[[object, tuple[Any, ...]], tuple[object] | None],
+        digest: CallDigest | None,
     ) -> None:
-        """Switch to ``profile`` and back; tell ``ran`` of code, and ask ``answer`` before torch is asked."""
+        """Switch to ``profile`` and back; tell ``ran`` of code, ask ``answer`` first, and tell ``digest`` of calls."""
         super().__init__()
-        self._profile, self._ran, self._answer = profile, ran, answer
+        self._profile, self._ran, self._answer, self._digest = profile, ran, answer, digest
 
     def __torch_function__(
         self,
@@ -42,14 +44,23 @@ class Quiet(TorchFunctionMode):
         kwargs = kwargs or {}
         if (told := self._answer(func, args)) is not None:
             return told[0]
+        # What torch's own compiler follows, as a branch of torch.cond, is called again as an op with functions.
+        digest = None if torch.compiler.is_dynamo_compiling() else self._digest
         if _calls_back(func, types, args, kwargs):
+            if digest is not None:
+                digest.lose()
             return func(*args, **kwargs)
         sys.setprofile(None)
         if isinstance(func, FunctionType):
             self._ran(func.__code__, func.__globals__)
         try:
             safe_point()
-            return func(*args, **kwargs)
+            if digest is None:
+                return func(*args, **kwargs)
+            digest.calls(func, args, kwargs)
+            returned = func(*args, **kwargs)
+            digest.returns(returned)
+            return returned
         finally:
             sys.setprofile(self._profile)
 

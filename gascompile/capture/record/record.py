@@ -6,17 +6,16 @@ part of it is the program's own code, and gives a ``CaptureRecord``. What a reco
 
 from __future__ import annotations
 
-import inspect
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from gascompile.capture.fingerprint.code_names import codes_in, names_of
+from gascompile.capture.fingerprint.code_names import names_of
 from gascompile.capture.fingerprint.code_origin import (
     Origin,
     key_of,
@@ -25,6 +24,7 @@ from gascompile.capture.fingerprint.code_origin import (
 )
 from gascompile.capture.later.rounds import Rounds, TracedCall
 from gascompile.capture.record.asked_inputs import AskedInputs
+from gascompile.capture.record.call_digest import CallDigest
 from gascompile.capture.record.dependencies import Dependencies, dependencies
 from gascompile.capture.record.given import changed_entries, entries_of
 from gascompile.capture.record.recorder import Ask, Running
@@ -178,12 +178,18 @@ class Recorder:
             inputs: of the call.
         """
         self._follows, self._rounds, self._running.inputs = True, rounds, inputs
+        self._running.digest = digest = CallDigest() if rounds is None else None
 
         def inner(*args: Any, **kwargs: Any) -> Any:
             if inputs is not None:
                 inputs.follow(module, args, kwargs)
+            if digest is not None:
+                digest.begin(module, args, kwargs)
             with self.running():
-                return module._call_impl(*args, **kwargs)
+                returned = module._call_impl(*args, **kwargs)
+            if digest is not None:
+                digest.end(returned)
+            return returned
 
         def called(*args: Any, **kwargs: Any) -> Any:
             if rounds is not None:
@@ -254,6 +260,11 @@ class Recorder:
         return self._running.settings
 
     @property
+    def calls(self) -> str | None:
+        """A digest of what a single call that was followed had torch compute; ``None`` where nobody can say."""
+        return self._running.digest.value if self._running.digest is not None else None
+
+    @property
     def asks(self) -> list[str]:
         """What the capture has asked for that may be another at the next call, in words."""
         asked = self._running.asked
@@ -277,63 +288,6 @@ class Recorder:
             for change in self._changed.values()
             if reads.reach(change.name, change.key) and change.name not in known
         ]
-
-
-def watched(
-    model: nn.Module,
-    known: Dependencies,
-    functions: Iterable[Callable[..., Any]] = (),
-    *,
-    versions: bool = True,
-) -> Watches:
-    """Return the values that a capture of another process read, as they are now; see ``Recorder``."""
-    watches = watch(model, functions, _code_of(known), known.reading(), versions=versions)
-    watches.variables(known.environment)
-    watches.settings(known.settings)
-    return watches.without(frozenset(known.inert))
-
-
-def _code_of(known: Dependencies) -> list[Code]:
-    """Return the functions that ran and that are loaded, with their globals."""
-    ran, codes_there = set(known.ran), []
-    files, names = ({key.rpartition(":")[part] for key in ran} for part in (0, 2))
-    modules: list[tuple[str, Any]] = list(sys.modules.items())
-    for name, module in modules:
-        if isinstance(module, types.ModuleType) and vars(module).get("__file__") in files:
-            codes = (code for code in _codes(name, module) if code.co_qualname in names)
-            codes_there += [(code, vars(module)) for code in codes if key_of(code) in ran]
-    return codes_there
-
-
-def _codes(name: str, module: types.ModuleType) -> Iterator[types.CodeType]:
-    """Yield the code of a module's functions and methods."""
-    todo = [value for value in vars(module).values() if _module_of(value) == name]
-    seen: set[int] = set()
-    for value in todo:
-        # By its type alone: some classes warn whoever asks their objects anything.
-        if issubclass(type(value), type):
-            # Classes may hold each other.
-            todo += [] if id(value) in seen else vars(value).values()
-            seen.add(id(value))
-            continue
-        inner: Any = value
-        if issubclass(type(value), property):
-            inner = value.fget
-        elif issubclass(type(value), (classmethod, staticmethod, types.MethodType)):
-            inner = value.__func__
-        if not callable(inner):
-            continue
-        code = getattr(inspect.unwrap(inner), "__code__", None)
-        if isinstance(code, types.CodeType):
-            yield from codes_in(code)
-
-
-def _module_of(value: object) -> object:
-    """Return the name of the module that made a value, past what its class does when it is asked: some warn."""
-    try:
-        return object.__getattribute__(value, "__module__")
-    except AttributeError:
-        return None
 
 
 def _joined(reasons: list[str]) -> str | None:

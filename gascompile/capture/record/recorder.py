@@ -38,6 +38,7 @@ from gascompile.capture.record.asked_settings import (
     setting_called,
     setting_entered,
 )
+from gascompile.capture.record.call_digest import CallDigest
 from gascompile.capture.record.draws import NUMPY, PYTHON
 from gascompile.capture.record.quiet import Quiet, origin_of_type
 
@@ -105,6 +106,8 @@ class Running:
         """Of the call that is captured; ``None`` where nobody follows them."""
         self.packed: dict[str, None] = {}
         """Where hooks on saved tensors were set, of which a trace of the backward pass knows nothing."""
+        self.digest: CallDigest | None = None
+        """Of what the program has torch compute; ``None`` where nobody asks."""
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -133,7 +136,7 @@ class Running:
         """Take note of what runs on this thread."""
         _install_audit()
         before, profile = sys.getprofile(), self._seen
-        with Quiet(profile, self.ran, self.answer):
+        with Quiet(profile, self.ran, self.answer, self.digest):
             outer, _active.running = _active.running, self
             sys.setprofile(profile)
             try:

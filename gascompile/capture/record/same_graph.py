@@ -13,10 +13,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 
-def graph_digest(graph_module: fx.GraphModule) -> str:
-    """Return a digest of ops, order, arguments, constants' bytes and the shapes of all values."""
+def graph_digest(graph_module: fx.GraphModule, constants: Mapping[str, object]) -> str:
+    """Return a digest of ops, order, arguments, constants' bytes and the shapes of all values.
+
+    Args:
+        graph_module: with its own constants.
+        constants: those that are inputs of it, as ``torch.export`` lifts them.
+    """
     digest = hashlib.blake2b(digest_size=16)
     _add(digest, graph_module)
+    for name, value in sorted(constants.items()):
+        digest.update(repr(name).encode())
+        _add_constant(digest, value)
     return digest.hexdigest()
 
 

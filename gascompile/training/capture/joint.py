@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,11 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _pytree as pytree
 
+from gascompile.capture.exporting import exporting
 from gascompile.capture.record.effects import EffectProof, EffectTrace, prove
 from gascompile.capture.record.record import CaptureRecord, Recorded, Recorder
 from gascompile.capture.record.trial import Trial
+from gascompile.core.collection import no_collection
 from gascompile.core.errors import CaptureError, UnsupportedOpError
 from gascompile.core.true_strides import true_strides
 from gascompile.passes.graph.bound_aliases import bound_aliases
@@ -103,6 +105,7 @@ class _Traced:
     norms: Mapping[float, str]
 
 
+@no_collection()
 def capture_joint(
     model: nn.Module,
     loss_fn: LossFunction,
@@ -188,7 +191,7 @@ def _captured(wrapped: TracedLoss, leaves: list[Any]) -> fx.GraphModule:
             return _traced(wrapped, leaves)
         except DataDependentOutputException:
             # Libraries look at values while nobody compiles them, for example whether a mask masks anything.
-            with _as_compiled():
+            with exporting():
                 return _traced(wrapped, leaves)
     except (CaptureError, UnsupportedOpError):
         raise
@@ -212,17 +215,6 @@ def _traced(wrapped: nn.Module, leaves: list[Any]) -> fx.GraphModule:
         graph_module = joint.graph_module
     assert isinstance(graph_module, fx.GraphModule)
     return graph_module
-
-
-@contextlib.contextmanager
-def _as_compiled() -> Iterator[None]:
-    """Let model code see that it is being exported, as ``torch.compiler.is_exporting`` tells it."""
-    before = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
-    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = before
 
 
 def _in_words(error: Exception, model: str) -> str:

@@ -1,0 +1,22 @@
+"""Tracing: torch as it is while a model's call is followed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from gascompile.core.true_strides import true_strides
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """Record no gradients, lay out fake results as kernels do, and leave out warnings of what is looked at anyway."""
+    with torch.no_grad(), warnings.catch_warnings(), true_strides():
+        # Recurrent layers set up their own list of weights again while they are traced.
+        warnings.filterwarnings("ignore", message=r".*\._flat_weights\[")
+        # What later calls find in one is looked at.
+        warnings.filterwarnings("ignore", message=r".*assigned during export")
+        yield
