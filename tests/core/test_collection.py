@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from gascompile.core import collection
 from gascompile.core.collection import no_collection
 
 _MANY = 200_000
@@ -14,8 +15,9 @@ _MANY = 200_000
 
 
 @pytest.fixture
-def collections() -> Iterator[list[int]]:
+def collections(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Which generations are collected from now on."""
+    monkeypatch.setattr(collection, "_has_frozen", False)
     # All of a run of tests is frozen, which leaves nothing of it to be collected.
     was_frozen = gc.get_freeze_count() > 0
     gc.unfreeze()

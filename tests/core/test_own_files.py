@@ -10,10 +10,9 @@ import pytest
 
 from gascompile.core.config import CompileConfig
 from gascompile.core.errors import StorageError, UnsafeCacheWarning
-from gascompile.core.files import open_lock, open_regular, read_regular
+from gascompile.core.files import exclusive, open_lock, open_regular, read_regular
 from gascompile.core.own_files import is_own, load_own, open_own, own_cache, read_own
 from gascompile.training.state.checkpoints import CheckpointFolder
-from gascompile.weights.store import exclusive
 
 
 @pytest.fixture
