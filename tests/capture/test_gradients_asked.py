@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -57,6 +58,9 @@ DECIDING: dict[str, Body] = {
         (m.one if torch.is_grad_enabled() else m.two).weight.detach() @ x.T
     ),
     "a constant": lambda m, x: m.one(x) + torch.tensor([1.0, 2.0 + torch.is_grad_enabled(), 3, 4]),
+    "an array": lambda m, x: (
+        m.one(x) + torch.from_numpy(numpy.full(4, torch.is_grad_enabled(), numpy.float32))
+    ),
     "a dtype": lambda m, x: m.one(x).to(
         torch.float64 if torch.is_grad_enabled() else torch.float32
     ),
@@ -102,6 +106,18 @@ def test_one_trace_is_enough_where_the_answer_decides_nothing(what: str) -> None
     assert export.call_count == 1, "on fake tensors alone it can be seen"
     assert isinstance(captured.record, CaptureRecord)
     assert not captured.record.running.settings
+
+
+def test_tensors_that_nobody_registered_are_captured_as_before() -> None:
+    """They have no name in the model, and in a trace others stand in their place."""
+    array = numpy.arange(4, dtype=numpy.float32)
+    hidden = [nn.Linear(4, 4).eval().requires_grad_(False)]
+
+    def body(m: Any, x: torch.Tensor) -> Any:
+        y = m.one(x) if torch.is_grad_enabled() or m.one else x
+        return hidden[0](y) + torch.from_numpy(array)
+
+    capture(_Asking(body).eval(), (torch.randn(3, 4),), {})
 
 
 def test_what_cannot_be_compared_on_fake_tensors_is_traced_again() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 _PLAIN = (
@@ -146,8 +145,13 @@ def _content(value: torch.Tensor) -> str:
     Raises:
         _UnknownValueError: it has no values.
     """
-    if isinstance(value, FakeTensor) or value.is_meta or value.layout is not torch.strided:
+    # What a trace has put in the place of a tensor is of a class of its own.
+    is_plain = type(value) in (torch.Tensor, nn.Parameter, nn.Buffer)
+    if not is_plain or value.is_meta or value.layout is not torch.strided:
         raise _UnknownValueError
-    raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    try:
+        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    except RuntimeError as error:
+        raise _UnknownValueError from error
     outline = value.dtype, tuple(value.shape), value.stride()
     return f"{outline} {hashlib.blake2b(raw, digest_size=16).hexdigest()}"
