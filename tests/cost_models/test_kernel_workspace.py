@@ -115,3 +115,25 @@ def test_layer_norm_copies_what_is_not_contiguous() -> None:
     args = (x, [64], None, None, 1e-5)
     assert planned_bytes(func, args) == x.nbytes
     assert measured_bytes(lambda: functional.layer_norm(x, (64,))) <= x.nbytes + 256
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("is_contiguous", [True, False])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_backward_passes_of_layer_norms_sum_per_thread(
+    dtype: torch.dtype, is_contiguous: bool, threads: int
+) -> None:
+    x = torch.randn(8, 4, 768, dtype=dtype)
+    x = x if is_contiguous else x.transpose(0, 1)
+    weight = torch.ones(768, dtype=dtype)
+    statistics = torch.native_layer_norm(x, [768], weight, weight, 1e-5)[1:]
+    args = (x, x, [768], *statistics, weight, weight, [True, True, True])
+    func = torch.ops.aten.native_layer_norm_backward.default
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        measured = measured_bytes(lambda: func(*args))
+        planned = planned_bytes(func, args)
+    finally:
+        torch.set_num_threads(before)
+    assert threads * 2 * 768 * x.itemsize <= measured <= planned
