@@ -155,7 +155,7 @@ def workspace_bytes(
         return size_bytes + _batch_norm_bytes(inputs[1]) + _nbytes(inputs[:1])
     if name == "aten::native_layer_norm_backward":
         # Every thread's sums of the gradients of weight and bias, and operands brought into order.
-        sums_bytes = 2 * _num_threads() * math.prod(args[2]) * max(inputs[0].element_size(), 4)
+        sums_bytes: int = 2 * _num_threads() * math.prod(args[2]) * max(inputs[0].element_size(), 4)
         return size_bytes + sums_bytes + _nbytes([v for v in inputs if not v.is_contiguous()])
     if name == "aten::native_group_norm_backward":
         # Two sums per sample and channel.
