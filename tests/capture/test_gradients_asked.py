@@ -65,6 +65,11 @@ DECIDING: dict[str, Body] = {
         torch.float64 if torch.is_grad_enabled() else torch.float32
     ),
     "an op": lambda m, x: torch.relu(m.one(x)) if torch.is_grad_enabled() else torch.tanh(m.one(x)),
+    "which pool": lambda m, x: (
+        functional.max_pool1d(m.one(x), 2)
+        if torch.is_grad_enabled()
+        else functional.adaptive_max_pool1d(m.one(x), 2)
+    ),
     "an argument by name": lambda m, x: torch.sum(m.one(x), dim=0, keepdim=torch.is_grad_enabled()),
     "what is returned": lambda m, x: (m.one(x), x if torch.is_grad_enabled() else m.table),
     "a value that is no tensor": lambda m, x: (m.one(x), torch.is_grad_enabled()),

@@ -122,8 +122,13 @@ class _Name:
 
 
 def _name_of(func: Any) -> str | None:
-    """Return the name of a function of torch's, with that of the attribute that it reads or sets."""
+    """Return the name of a function of torch's, with that of the attribute that it reads or sets; ``None`` without one.
+
+    Functions that others make share their makers' names for them.
+    """
     name = getattr(func, "__qualname__", None) or getattr(func, "__name__", None)
+    if name is not None and "<" in name:
+        return None
     if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         name = str(func)
     of = getattr(func, "__self__", None)
