@@ -57,8 +57,8 @@ class OwnMoves:
         Raises:
             StorageError: nothing can be read or written.
         """
-        self._round(self._names, bool)  # takes the file's space and the memory
-        alone_s = self._round(self._names[:_FEWEST_TENSORS], bool) / (2 * _FEWEST_TENSORS)
+        self._round(self._names)  # takes the file's space and the memory
+        alone_s = self._round(self._names[:_FEWEST_TENSORS]) / (2 * _FEWEST_TENSORS)
         count = max(int(_LONGER * alone_s / max(ops.seconds(4) / 4, 1e-6)), 1)
         gap_s = ops.seconds(count)
         several = int(_LONG_S / (2 * gap_s))
@@ -71,21 +71,23 @@ class OwnMoves:
             moving_s.append(self._round(names, lambda: ops.run(count)))
         return max(min(moving_s) - min(plain_s), 0.0) / (2 * len(names) * _BYTES)
 
-    def _round(self, names: list[str], between: Callable[[], object]) -> float:
-        """Let tensors come and go, with ops beside each move; return the seconds, without waits where there are ops."""
+    def _round(self, names: list[str], beside: Callable[[], object] | None = None) -> float:
+        """Let tensors come and go; return the seconds, of which waits are no part where ops run beside each move."""
         begin_s, waited_s = time.perf_counter(), 0.0
         store = self._store
         for name in names:
             coming = store.read(name)
-            between()
+            if beside is not None:
+                beside()
             waited_s += _waited_s(coming)
             store.changed((name,))
             going = store.write(name)
-            between()
+            if beside is not None:
+                beside()
             waited_s += _waited_s(going)
             store.drop(name)
         passed_s = time.perf_counter() - begin_s
-        return passed_s if between is bool else passed_s - waited_s
+        return passed_s if beside is None else passed_s - waited_s
 
 
 def _waited_s(ticket: Ticket) -> float:

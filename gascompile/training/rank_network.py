@@ -47,10 +47,10 @@ def known_network(ranks: Ranks, cache_dir: Path, pages: Pages | None, *, moves: 
         is_asked = all(all_move) and any(all_lack)
         # In the memory that steps have.
         with pages.active(0) if pages else contextlib.nullcontext():
-            found = ranks.ladder(own if is_asked else None)
+            ladder = ranks.ladder(own if is_asked else None)
         if pages is not None:
             pages.trim()
-    return found.as_kept(path)
+    return ladder.as_kept(path)
 
 
 @contextlib.contextmanager
