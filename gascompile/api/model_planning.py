@@ -78,8 +78,9 @@ def plan_model(
     )
     register_pytrees()
     args, kwargs = normalize_call(opened.model, *inputs)
-    captured = job.capture(args, kwargs)
-    made = job.place(captured.program, job.fingerprint(args, kwargs, job.open_checkpoint()))
+    entry = job.entry(args, kwargs, job.open_checkpoint())
+    captured = job.capture(args, kwargs, entry)
+    made = job.place(captured.program, entry.prints)
     return PlannedModel(source=opened, job=job, captured=captured, plan=made)
 
 
@@ -102,7 +103,8 @@ def annotated_source(
         )
     register_pytrees()
     job = Job(model=opened.model, machine=machine, budget=Budget(), config=config)
-    program = job.capture(*normalize_call(opened.model, *opened.inputs)).program
+    args, kwargs = normalize_call(opened.model, *opened.inputs)
+    program = job.capture(args, kwargs, job.entry(args, kwargs, job.open_checkpoint())).program
     sites = other_sites(machine) if config.has_sites else ()
     parts = bool(sites) and config.has_parts
     return opened.model, program, annotate(program, machine, sites=sites, parts=parts)

@@ -71,7 +71,7 @@ def plan(
         machine: ``None`` for this machine; a preset's name or a machine file for another one.
         example_inputs: tuple or dict; made up for Hugging Face directories from ``batch`` and ``tokens``.
         dynamic_shapes: as ``torch.export.export`` takes it.
-        cache_dir: where the machine profile is kept.
+        cache_dir: where the machine profile and captures of models are kept.
         time_limit_s: wall clock for the solver.
         mip_gap: relative gap at which the solver may stop.
         strategy: force one candidate plan.

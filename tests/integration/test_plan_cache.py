@@ -75,6 +75,28 @@ def test_another_budget_or_option_is_planned_of_the_kept_capture(
             kept(**inputs)
 
 
+def test_plans_without_a_run_and_costs_are_made_of_the_kept_capture_too(
+    net: Net, cache: Path, inputs: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned(budget: str, cache_dir: Path) -> gascompile.Plan:
+        return gascompile.plan(net, budget, "cpu-nvme", inputs, cache_dir=cache_dir)
+
+    planned(BUDGET, cache)
+    wanted = planned("20MiB", cache.with_name("fresh"))
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("captured again")
+
+    monkeypatch.setattr("gascompile.capture.export.capture", refuse)
+    found = planned("20MiB", cache)
+    assert (found.workload, found.steps) == (wanted.workload, wanted.steps)
+    with gascompile.compile(net, BUDGET, inputs, cache_dir=cache) as compiled:
+        assert torch.equal(compiled(**inputs), net(**inputs))
+    net.norm.eps = 1e-3
+    with pytest.raises(AssertionError, match="captured again"):
+        planned("20MiB", cache)
+
+
 @pytest.mark.parametrize(
     ("file", "damage"),
     [
