@@ -12,22 +12,24 @@ from typing import Self
 
 _STATUS = Path("/proc/self/status")
 _COUNTED = ("RssAnon:", "RssShmem:")
+_MAPPED = (*_COUNTED, "RssFile:")
 PERIOD_S = 0.02
 
 
-def anonymous_bytes() -> int:
+def anonymous_bytes(counted: tuple[str, ...] = _COUNTED) -> int:
     """Return the resident bytes of this process that no file backs, shared memory included."""
     lines = _STATUS.read_text(encoding="ascii").splitlines()
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(_COUNTED))
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(counted))
 
 
 class PeakSampler:
     """Samples ``anonymous_bytes`` in a thread while the ``with`` block runs.
 
-    A peak that is shorter than ``PERIOD_S`` may be missed.
+    A peak that is shorter than ``PERIOD_S`` may be missed. With ``files``, resident pages of mapped files count, too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, files: bool = False) -> None:
+        self._counted = _MAPPED if files else _COUNTED
         self._peak_bytes = 0
         self._done = threading.Event()
         self._lock = threading.Lock()
@@ -50,7 +52,7 @@ class PeakSampler:
         return peak_bytes
 
     def _sample(self) -> None:
-        now_bytes = anonymous_bytes()
+        now_bytes = anonymous_bytes(self._counted)
         with self._lock:
             self._peak_bytes = max(self._peak_bytes, now_bytes)
 

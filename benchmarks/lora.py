@@ -70,7 +70,7 @@ def _loss_fn(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _optimizer(model: Any) -> torch.optim.Optimizer:
-    # Planned updates use the fused kernel; AdamW's default loop rounds otherwise, which bf16 makes a thousand times larger.
+    # The kernel of planned updates: AdamW's default rounds otherwise, which bf16 makes a thousand times larger.
     trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(trained, lr=1e-3, fused=True)
 

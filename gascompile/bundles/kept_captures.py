@@ -29,7 +29,8 @@ from gascompile.core import serial
 from gascompile.core.errors import FormatError, StorageError, UnsupportedOpError
 from gascompile.core.files import MAX_JSON_BYTES, read_regular
 from gascompile.core.own_files import fault_of, own_cache
-from gascompile.core.program import Program
+from gascompile.core.program import Dim, Program
+from gascompile.passes.graph.ranged_values import ranged_values
 from gascompile.weights.memory_layout import with_strides
 
 _log = logging.getLogger("gascompile")
@@ -58,9 +59,12 @@ def captures_dir(cache_dir: Path) -> Path:
 
 
 def trace_data(program: Program) -> dict[str, Any]:
-    """Return a program and the values of its nodes as JSON data; empty where it holds what no file can."""
+    """Return a program and the values of its nodes as JSON data; empty where it holds what no file can.
+
+    Values whose sizes are not fixed follow from the program.
+    """
     try:
-        values = values_to_json(_valued(program))
+        values = None if _is_ranged(program) else values_to_json(_valued(program))
         return {"program": program_to_json(program), "values": values}
     except UnsupportedOpError as error:
         _log.info("the capture of %s is not kept: %s", program.name, error)
@@ -132,7 +136,7 @@ def _read(folder: Path) -> KeptCapture:
     if serial.raw_digest(raw) != data["held"]:
         raise FormatError("the checksum of its constants differs")
     program = program_from_json(data["program"], where=_TRACE, allow_code=True)  # written here
-    set_values(_valued(program), data["values"])
+    _set_values(program, data["values"])
     try:
         held = {n: with_strides(t, program.bound[n]) if n in program.bound else t
                 for n, t in load_tensors(raw).items()}  # fmt: skip
@@ -140,6 +144,22 @@ def _read(folder: Path) -> KeptCapture:
         raise FormatError(f"its constants are damaged ({error})") from error
     known = serial.from_json(Dependencies, data["known"], where=_TRACE)
     return KeptCapture(program=program, held=held, known=known, facts=data["facts"])
+
+
+def _set_values(program: Program, data: Any) -> None:
+    if not _is_ranged(program):
+        set_values(_valued(program), data)
+        return
+    try:
+        values = ranged_values(program)
+    except UnsupportedOpError as error:
+        raise FormatError(f"what its nodes give is not known ({error})") from error
+    for node, value in values.items():
+        node.meta["val"] = value
+
+
+def _is_ranged(program: Program) -> bool:
+    return any(isinstance(size, Dim) for spec in program.inputs for size in spec.shape)
 
 
 def _valued(program: Program) -> Sequence[fx.Node]:

@@ -155,3 +155,26 @@ def test_a_range_that_does_not_fit_the_budget_is_no_error(model: Attention, cach
     for tokens in (20, 33, 21):
         check(compiled, model, inputs(8, tokens))
     assert ranges(compiled)[0] == [8, (2, 33)]
+
+
+def test_another_budget_is_planned_of_the_kept_capture_of_a_range(
+    model: Attention, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def called(budget: str, folder: Path) -> Any:
+        one: Any = gascompile.compile(model, budget, machine="cpu-nvme", cache_dir=folder)
+        for batch, tokens in ((4, 12), (3, 9), (2, 16), (4, 2)):
+            check(one, model, inputs(batch, tokens))
+        return one
+
+    called("2MiB", cache).close()
+    new = called("1500KiB", cache.with_name("fresh"))
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("captured again")
+
+    monkeypatch.setattr("gascompile.capture.export.capture", refuse)
+    kept = called("1500KiB", cache)
+    with kept, new:
+        assert ranges(kept) == ranges(new) == [[(2, 4), (2, 16)], [(2, 4), (2, 16)], [3]]
+        assert kept.plan.workload == new.plan.workload
+        assert kept.plan.steps == new.plan.steps
