@@ -8,6 +8,7 @@ import time
 from gascompile.passes.bounds.certify import Proof, problem_limit
 from gascompile.passes.bounds.occupancy import occupancy
 from gascompile.passes.model.problem import Problem
+from gascompile.passes.model.ways import ways_of
 from gascompile.passes.search.place import place
 from gascompile.passes.search.strategies import MANY_WEIGHTS
 
@@ -29,7 +30,7 @@ def prove(
 
     Args:
         predicted_s: time of the plan at hand; a bound within ``mip_gap`` of it needs no improving.
-        relaxed_s: the relaxation's bound where it is known; it is not solved again, but for ways in two hops.
+        relaxed_s: the relaxation's bound of direct ways where it is known; it is not solved again.
     """
     deadline_s = time.perf_counter() + time_limit_s
     limit_s, binding = problem_limit(problem)
@@ -51,21 +52,40 @@ def prove(
             )
         elif method == "integral" and len(problem.weights) >= MANY_WEIGHTS:
             break
-        elif method == "relaxed" and relaxed_s and not problem.machine.two_hops():
-            method_bound_s = relaxed_s
         else:
-            placed = place(
+            method_bound_s, timed_out = _placed_s(
                 problem,
-                problem.arena_limit_bytes,
-                time_limit_s=left_s,
-                mip_gap=mip_gap,
+                deadline_s,
+                mip_gap,
                 relaxed=method == "relaxed",
-                max_nodes=_FEW_NODES,
-                has_hops=True,
+                relaxed_s=relaxed_s,
             )
-            method_bound_s, timed_out = placed.bound_s, placed.timed_out
         bound_s = max(bound_s, method_bound_s)
     return Proof(limit_s=limit_s, binding=binding, bound_s=bound_s, timed_out=timed_out)
+
+
+def _placed_s(
+    problem: Problem, deadline_s: float, mip_gap: float, *, relaxed: bool, relaxed_s: float
+) -> tuple[float, bool]:
+    """Return the bound of the program of ``place`` over all sets of ways, and whether the clock ended it."""
+    bounds_s: list[float] = []
+    for ways in ways_of(problem):
+        if relaxed and relaxed_s and not bounds_s:
+            bounds_s.append(relaxed_s)
+            continue
+        placed = place(
+            problem,
+            problem.arena_limit_bytes,
+            time_limit_s=deadline_s - time.perf_counter(),
+            mip_gap=mip_gap,
+            relaxed=relaxed,
+            max_nodes=_FEW_NODES,
+            ways=ways,
+        )
+        bounds_s.append(placed.bound_s)
+        if placed.timed_out:
+            return 0.0, True
+    return min(bounds_s), False
 
 
 def quick_proof(problem: Problem, *, time_limit_s: float = math.inf) -> Proof:

@@ -43,7 +43,7 @@ from gascompile.passes.bounds.certify import pipe_rate
 from gascompile.passes.bounds.linear_program import INFINITY, Ending, LinearProgram, solver_name
 from gascompile.passes.bounds.shadow_prices import Solution, shadow_prices
 from gascompile.passes.model.problem import Placement, Problem, slot_seconds
-from gascompile.passes.model.ways import Way, ways_of
+from gascompile.passes.model.ways import Way, direct_ways
 
 _WHOLE = 1000.0
 """All weights in the model's unit of bytes, and the longest possible iteration in its unit of time."""
@@ -71,7 +71,7 @@ def place(
     buffers: int = 0,
     relaxed: bool = False,
     max_nodes: int = _MOST_NODES,
-    has_hops: bool = False,
+    ways: Sequence[Way] | None = None,
 ) -> Solution:
     """Return the placement that the model finds best within an arena of ``arena_bytes``.
 
@@ -82,7 +82,7 @@ def place(
             yet it is no part of the model: the bound then holds for this placement rule alone.
         relaxed: solve the linear relaxation; its placement is rounded.
         max_nodes: nodes after which an integer search is stopped.
-        has_hops: let weights come in two hops, too, so that the bound holds for that; nothing is priced then.
+        ways: how weights come, so that the bound holds for that; directly where none are given.
 
     Raises:
         SolverError: HiGHS is not installed, or it ended in a state that is not understood.
@@ -92,7 +92,7 @@ def place(
     uses = sum(len(weight.uses) for weight in problem.weights)
     if uses * len(problem.links) > _MOST_USES or time_limit_s <= 0:
         return Solution(None, (), 0.0, timed_out=True)
-    model = _build(problem, arena_bytes, buffers, ways_of(problem, has_hops=has_hops))
+    model = _build(problem, arena_bytes, buffers, direct_ways(problem) if ways is None else ways)
     outcome = model.program.solve(
         time_limit_s=time_limit_s,
         gap=mip_gap,
@@ -108,7 +108,7 @@ def place(
     if not outcome.values or (relaxed and outcome.ending is not Ending.OPTIMAL):
         return Solution(None, (), bound_s, timed_out)
     placement, order = _extract(model, outcome.values)
-    if not outcome.duals or len(model.ways) > len(problem.links):
+    if not outcome.duals or any(way.feed is not None for way in model.ways):
         return Solution(placement, order, bound_s, timed_out)
     duals = {name: abs(outcome.duals[row]) for name, row in model.rows.items()}
     loads = {key: _value(terms, outcome.values) for key, terms in model.load.items()}
@@ -136,7 +136,7 @@ class _Model:
     size: list[float]
     reserved: list[float]
     buffers: int
-    ways: tuple[Way, ...]
+    ways: Sequence[Way]
     program: LinearProgram
     one: int
     """A column that is always 1, so that sums need no constants."""
@@ -162,7 +162,7 @@ class _Model:
         self.rows[name] = self.program.add_row(value, value, terms)
 
 
-def _build(problem: Problem, arena_bytes: int, buffers: int, ways: tuple[Way, ...]) -> _Model:
+def _build(problem: Problem, arena_bytes: int, buffers: int, ways: Sequence[Way]) -> _Model:
     readers = sorted({op for weight in problem.weights for op in weight.uses})
     rank = {op: s for s, op in enumerate(readers)}
     ending: list[list[tuple[int, int]]] = [[] for _ in readers]

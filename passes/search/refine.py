@@ -16,6 +16,7 @@ from gascompile.passes.bounds.certify import problem_limit
 from gascompile.passes.bounds.occupancy import occupancy
 from gascompile.passes.bounds.shadow_prices import Solution
 from gascompile.passes.model.problem import Placement, Problem
+from gascompile.passes.model.ways import direct_ways
 from gascompile.passes.search.place import place
 from gascompile.passes.search.schedule import Schedule
 from gascompile.passes.search.search import resident_bytes, search
@@ -78,7 +79,13 @@ def _refine_large(
         enough_s = best.seconds * (1 - _LARGE_GAP)
         limit_s = max(
             problem_limit(problem, arena_bytes, has_hops=False)[0],
-            occupancy(problem, arena_bytes, enough_s=enough_s, time_limit_s=left_s()),
+            occupancy(
+                problem,
+                arena_bytes,
+                enough_s=enough_s,
+                time_limit_s=left_s(),
+                choices=[direct_ways(problem)],
+            ),
         )
         if limit_s >= enough_s or left_s() == 0:
             return best, 0.0

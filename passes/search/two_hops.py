@@ -16,7 +16,9 @@ from dataclasses import replace
 from itertools import accumulate
 
 from gascompile.passes.bounds.certify import physical_limit, problem_limit
+from gascompile.passes.bounds.occupancy import occupancy
 from gascompile.passes.model.problem import Placement, Problem, StagedCopy
+from gascompile.passes.model.ways import ways_of
 from gascompile.passes.search.hop_schedule import (
     Hop,
     HopCopies,
@@ -61,7 +63,7 @@ def two_hops(
     """
     deadline_s = time.perf_counter() + time_limit_s
     for hop in hops(problem):
-        if not _may_gain(problem, hop, best, mip_gap):
+        if not _may_gain(problem, hop, best, mip_gap, deadline_s - time.perf_counter()):
             continue
         is_large = best is not None and len(problem.weights) >= MANY_WEIGHTS
         if is_large and best is not None:
@@ -86,15 +88,29 @@ def two_hops(
     return best
 
 
-def _may_gain(problem: Problem, hop: Hop, best: Schedule | None, mip_gap: float) -> bool:
+def _may_gain(
+    problem: Problem, hop: Hop, best: Schedule | None, mip_gap: float, time_limit_s: float
+) -> bool:
     """Return whether a schedule in two hops may be faster by a share of ``mip_gap``."""
-    weights = [weight for weight in problem.weights if weight.uses]
-    streamed_bytes = sum(weight.size_bytes for weight in weights)
-    room_bytes = problem.room_bytes[hop.place]
-    if streamed_bytes <= room_bytes:
-        # All of it is at home in between, whole and for good.
+    feed = problem.machine.links[hop.feed]
+    choices = [
+        ways
+        for ways in ways_of(problem)
+        if any(way.feed == feed and way.position == hop.push for way in ways)
+    ]
+    if not choices or best is None:
+        return bool(choices)
+    enough_s = best.seconds * (1 - mip_gap)
+    if problem_limit(problem)[0] >= enough_s:
         return False
-    return best is None or problem_limit(problem)[0] < best.seconds * (1 - mip_gap)
+    bound_s = occupancy(
+        problem,
+        problem.arena_limit_bytes,
+        enough_s=enough_s,
+        time_limit_s=time_limit_s,
+        choices=choices,
+    )
+    return bound_s < enough_s
 
 
 def _sets(problem: Problem) -> list[tuple[float, frozenset[int], str]]:
