@@ -33,12 +33,13 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, permutations, product
+from itertools import permutations, product
 
 import numpy as np
 
 from gascompile.core.errors import SolverError
 from gascompile.core.machine import Link, Pipe
+from gascompile.core.workload import TensorKind
 from gascompile.passes.bounds.certify import pipe_rate
 from gascompile.passes.bounds.linear_program import (
     INFINITY,
@@ -47,13 +48,10 @@ from gascompile.passes.bounds.linear_program import (
     Loaded,
     solver_name,
 )
-from gascompile.passes.model.problem import Problem, Weight
+from gascompile.passes.bounds.weight_classes import WeightClass, weight_classes
+from gascompile.passes.model.problem import Problem
 from gascompile.passes.model.ways import Way, ways_of
 
-_MOST_CLASSES = {1: 16, 2: 8, 3: 5, 4: 3}
-"""By the number of links; for more links there are too many occupancies."""
-_MOST_SIZES = 512
-"""Where more sizes differ, those next to each other are one from the start."""
 _LONG = 0.01
 """Share of the iteration from which on an op counts as long: the region fills up while it runs."""
 _STEPS = 256
@@ -64,25 +62,6 @@ _TOLERANCE = 1e-6
 """The solver keeps rows up to this share."""
 _MOST_SOLVED = 2_000
 """Programs that are solved for one bound, however long that takes."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Class:
-    """Weights of about the same size, counted in units of the smallest one's bytes.
-
-    What is said of a unit holds for every member's share of it at least.
-    """
-
-    count: float
-    size_bytes: int
-    in_use_bytes: int
-    """What any one of the weights takes in the arena."""
-    kept_bytes: float
-    """What a unit takes in the arena where it stays."""
-    transfers: float
-    """Transfers per unit."""
-    op_s: float
-    """Seconds for which an op holds a unit."""
 
 
 def occupancy(
@@ -123,7 +102,7 @@ def _occupancy_of(
 ) -> float:
     """Return a time that no schedule beats for want of room in one memory."""
     long_op = _long_op(problem)
-    classes = _classes(problem, len(memory.links))
+    classes = weight_classes(problem, len(memory.links))
     if not classes:
         return problem.compute_s
     long_s = 0.0 if long_op is None else problem.op_times_s[long_op]
@@ -159,7 +138,14 @@ class _Memory:
 
 def _memories(problem: Problem, arena_bytes: int, ways: Sequence[Way]) -> Iterator[_Memory]:
     """Yield the places in between that weights may wait in, each joined with the arena, and the arena."""
-    for place in dict.fromkeys(way.link.source_tier for way in ways if way.feed is not None):
+    changing = {
+        tensor.name for tensor in problem.workload.tensors if tensor.kind is TensorKind.STATE
+    }
+    changing.update(name for op in problem.workload.ops for name in op.writes)
+    # What changes has no home at which it stays while it is in use.
+    stays = changing.isdisjoint(weight.name for weight in problem.weights)
+    between = (way.link.source_tier for way in ways if way.feed is not None and stays)
+    for place in dict.fromkeys(between):
         into = [
             way.feed if way.feed is not None and way.link.source_tier == place else way.link
             for way in ways
@@ -180,7 +166,7 @@ def _memory(
 @dataclass(frozen=True, slots=True)
 class _Task:
     problem: Problem
-    classes: list[_Class]
+    classes: list[WeightClass]
     long_s: float
     """Seconds of the longest op where it is a long one, else 0."""
     memory: _Memory
@@ -194,51 +180,6 @@ def _long_op(problem: Problem) -> int | None:
     if op is None or times_s[op] < _LONG * max(problem.compute_s, problem.streaming_s):
         return None
     return op
-
-
-_Group = list[tuple[Weight, float]]
-"""Weights of about the same size, each with the seconds of the ops that hold it."""
-
-
-def _classes(problem: Problem, num_links: int) -> list[_Class]:
-    """Return classes of the weights, the smallest first; each op is held by the largest weight it reads."""
-    weights = [weight for weight in problem.weights if weight.uses]
-    largest: dict[int, str] = {}
-    for weight in sorted(weights, key=lambda weight: weight.size_bytes):
-        largest.update(dict.fromkeys(weight.uses, weight.name))
-    by_size: dict[int, _Group] = {}
-    for weight in weights:
-        held = [op for op in weight.uses if largest[op] == weight.name]
-        op_s = sum(problem.op_times_s[op] for op in held)
-        by_size.setdefault(weight.size_bytes, []).append((weight, op_s))
-    most = _MOST_CLASSES.get(num_links, 0)
-    groups = [by_size[size] for size in sorted(by_size) if size] if most else []
-    return [_class(group) for group in _merged(groups, most)]
-
-
-def _merged(groups: list[_Group], most: int) -> list[_Group]:
-    """Return at most ``most`` groups: neighbours that hold few bytes become one."""
-    if len(groups) > _MOST_SIZES:
-        step = -(-len(groups) // _MOST_SIZES)
-        groups = [list(chain(*groups[i : i + step])) for i in range(0, len(groups), step)]
-    totals = [sum(weight.size_bytes for weight, _ in group) for group in groups]
-    while len(groups) > most:
-        i = min(range(len(groups) - 1), key=lambda i: totals[i] + totals[i + 1])
-        groups[i : i + 2] = [groups[i] + groups[i + 1]]
-        totals[i : i + 2] = [totals[i] + totals[i + 1]]
-    return groups
-
-
-def _class(group: _Group) -> _Class:
-    unit = min(weight.size_bytes for weight, _ in group)
-    return _Class(
-        count=sum(weight.size_bytes for weight, _ in group) / unit,
-        size_bytes=unit,
-        in_use_bytes=min(weight.reserved_bytes for weight, _ in group),
-        kept_bytes=min(weight.reserved_bytes * unit / weight.size_bytes for weight, _ in group),
-        transfers=min(unit / weight.size_bytes for weight, _ in group),
-        op_s=min(op_s * unit / weight.size_bytes for weight, op_s in group),
-    )
 
 
 def _regions(task: _Task) -> list[int]:
@@ -312,7 +253,7 @@ class _Program:
         """Return the occupancies whose op (position 0) or link (from 1 on) has class ``number``."""
         return [(i, 1.0) for i, kind in enumerate(self._kinds) if kind[position] == number]
 
-    def _each(self) -> Iterator[tuple[_Class, int, Way]]:
+    def _each(self) -> Iterator[tuple[WeightClass, int, Way]]:
         """Yield each class with each way, and the column of what comes so."""
         for number, each in enumerate(self._task.classes):
             for position, (way, _) in enumerate(self._task.memory.ways):
@@ -402,7 +343,7 @@ class _Program:
             self._program.add_row(0.0, math.inf, [*every, *terms])
 
     def _add_overlaps(self) -> None:
-        """Of two links that share a pipe one begins once the other's bytes have passed there: hardly any of them at once.
+        """Of links that share a pipe one begins once the other's bytes have passed there: hardly any at once.
 
         A load overlaps with those of the other link while it ends and while the one before it ends.
         """
@@ -433,6 +374,6 @@ def _held_s(link: Link, pipe: Pipe, size_bytes: int) -> float:
     return link.latency_s + size_bytes * max(0.0, slower)
 
 
-def _seconds(each: _Class, link: Link) -> float:
+def _seconds(each: WeightClass, link: Link) -> float:
     """Return what a unit of a class takes on a link."""
     return each.transfers * link.latency_s + each.size_bytes / link.bandwidth_bytes_per_s

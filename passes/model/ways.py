@@ -39,9 +39,7 @@ def direct_ways(problem: Problem) -> tuple[Way, ...]:
 def ways_of(problem: Problem) -> tuple[tuple[Way, ...], ...]:
     """Return the sets of ways that are planned with: all direct, or all that one place holds in the same two hops."""
     direct = direct_ways(problem)
-    hops = (
-        tuple(hop if way.home == hop.home else way for way in direct) for hop in _hops(problem)
-    )
+    hops = (tuple(hop if way.home == hop.home else way for way in direct) for hop in _hops(problem))
     return (direct, *hops)
 
 

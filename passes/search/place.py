@@ -1,11 +1,11 @@
 """Place: the integer program that decides what stays in the compute tier, and its dual bound.
 
-Sets: weights w with intervals j between their uses; links l; ways l over one of them, directly from home or, where
-the bound is to hold for them, in two hops of which another link f carries the first; slots k: before each op s that
-reads a weight a gap g(s) with the ops in between, then the op itself, c(s); g(S) follows the last one.
-Variables: keep[w,j] in {0,1} (continuous for tiny weights), stay[w] (resident: all intervals kept),
-load[w,j,l] >= 0 (streamed over l), home[w,l] in {0,1}; y[l,k] bytes delivered, b[l,k] bytes ahead of
-their op at the end of k, T[k] time, Z time of an iteration, M[s], V[l,s] running sums.
+Sets: weights w with intervals j between their uses; links l; ways l over one of them, directly from home or, for a
+bound of such, in two hops of which another link f carries the first; slots k: before each op s that reads a weight a
+gap g(s) with the ops in between, then the op itself, c(s); g(S) follows the last one.
+Variables: keep[w,j] in {0,1} (continuous for tiny weights), stay[w] (resident: all intervals kept), load[w,j,l] >= 0
+(streamed over l), home[w,l] in {0,1}; y[l,k] bytes delivered, b[l,k] bytes ahead of their op at the end of k, T[k]
+time, Z time of an iteration, M[s], V[l,s] running sums.
 
     minimise Z, subject to
     total            Z >= sum_k T[k]                                                   _add_times
@@ -42,6 +42,7 @@ from gascompile.core.machine import Link
 from gascompile.passes.bounds.certify import pipe_rate
 from gascompile.passes.bounds.linear_program import INFINITY, Ending, LinearProgram, solver_name
 from gascompile.passes.bounds.shadow_prices import Solution, shadow_prices
+from gascompile.passes.model.effort import Pivots
 from gascompile.passes.model.problem import Placement, Problem, slot_seconds
 from gascompile.passes.model.ways import Way, direct_ways
 
@@ -52,7 +53,7 @@ _TINY = 1 / 2000
 _INTEGRAL = 1e-6  # as far as the solver's solutions are off whole numbers
 _TOLERANCE = 1e-6
 """The solver keeps rows and bounds up to this share."""
-_MOST_PIVOTS = 200_000  # of a relaxation
+_MOST_PIVOTS = 200_000  # of a relaxation that is a bound
 _MOST_NODES = 200
 """Iterations of a relaxation and nodes of an integer search, after which it is stopped on any machine."""
 _MOST_USES = 40_000
@@ -72,6 +73,7 @@ def place(
     relaxed: bool = False,
     max_nodes: int = _MOST_NODES,
     ways: Sequence[Way] | None = None,
+    pivots: Pivots | None = None,
 ) -> Solution:
     """Return the placement that the model finds best within an arena of ``arena_bytes``.
 
@@ -83,6 +85,7 @@ def place(
         relaxed: solve the linear relaxation; its placement is rounded.
         max_nodes: nodes after which an integer search is stopped.
         ways: how weights come, so that the bound holds for that; directly where none are given.
+        pivots: what may be taken, which gets less; without, what one relaxation may take.
 
     Raises:
         SolverError: HiGHS is not installed, or it ended in a state that is not understood.
@@ -90,17 +93,20 @@ def place(
     if solver_name() != "highs":
         raise SolverError("HiGHS is not installed; pip install highspy")
     uses = sum(len(weight.uses) for weight in problem.weights)
-    if uses * len(problem.links) > _MOST_USES or time_limit_s <= 0:
-        return Solution(None, (), 0.0, timed_out=True)
+    pivots = Pivots(_MOST_PIVOTS) if pivots is None else pivots
+    timed_out = uses * len(problem.links) > _MOST_USES or time_limit_s <= 0
+    if timed_out or pivots.left <= 0:
+        return Solution(None, (), 0.0, timed_out)
     model = _build(problem, arena_bytes, buffers, direct_ways(problem) if ways is None else ways)
     outcome = model.program.solve(
         time_limit_s=time_limit_s,
         gap=mip_gap,
         gap_abs=mip_gap * problem.streaming_s / model.time_unit_s,
         relaxed=relaxed,
-        max_pivots=_MOST_PIVOTS if relaxed else None,
+        max_pivots=min(_MOST_PIVOTS, pivots.left) if relaxed else None,
         max_nodes=None if relaxed else max_nodes,
     )
+    pivots.left -= outcome.pivots
     if outcome.ending is Ending.INFEASIBLE:
         return Solution(None, (), math.inf, timed_out=False)
     timed_out = outcome.ending is Ending.OUT_OF_TIME
@@ -391,5 +397,4 @@ def _extract(model: _Model, values: Sequence[float]) -> tuple[Placement, tuple[i
         }
     # Rounded, so that the order of equal shares is the order of use.
     order = sorted(range(len(stay)), key=lambda w: (-round(stay[w], 6), w))
-    placement = Placement(strategy="ilp", link_of=tuple(link_of), kept=frozenset(kept))
-    return placement, tuple(order)
+    return Placement(strategy="ilp", link_of=tuple(link_of), kept=frozenset(kept)), tuple(order)

@@ -9,7 +9,6 @@ on the budget of the tier that computes, which only decides what fits; what a bo
 from __future__ import annotations
 
 import math
-import time
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import replace
@@ -29,7 +28,7 @@ from gascompile.passes.search.hop_schedule import (
     hops,
 )
 from gascompile.passes.search.schedule import Schedule
-from gascompile.passes.search.search import resident_bytes, snap, staging_sizes_of
+from gascompile.passes.search.search import Allowance, resident_bytes, snap, staging_sizes_of
 from gascompile.passes.search.strategies import (
     MANY_WEIGHTS,
     REACHES,
@@ -61,28 +60,27 @@ def two_hops(
         mip_gap: nothing is tried where no such schedule gains as large a share.
         time_limit_s: seconds after which a schedule is not improved further.
     """
-    deadline_s = time.perf_counter() + time_limit_s
+    effort = Allowance(time_limit_s, _MOST_WORK)
     for hop in hops(problem):
-        if not _may_gain(problem, hop, best, mip_gap, deadline_s - time.perf_counter()):
+        if not _may_gain(problem, hop, best, mip_gap, time_limit_s):
             continue
         is_large = best is not None and len(problem.weights) >= MANY_WEIGHTS
         if is_large and best is not None:
             # Of many weights a look around the best schedule tells whether more is worth the time.
             residents = frozenset(w for w, x in enumerate(best.placement.link_of) if x is None)
-            found, _ = _staged(problem, hop, residents, best.placement.strategy, best, few=True)
+            strategy = best.placement.strategy
+            found = _staged(problem, hop, residents, strategy, best, effort, few=True)
             if found is best:
                 continue
             best = found
-        work = vain = 0
+        vain = 0
         for bound_s, residents, strategy in _sets(problem):
             known_s = best.seconds if best is not None else math.inf
-            over = work >= _MOST_WORK or time.perf_counter() > deadline_s
-            if bound_s >= known_s * (1 - _ROUNDING) or (best is not None and over):
+            if bound_s >= known_s * (1 - _ROUNDING) or (best is not None and effort.over):
                 break
             if is_large and vain >= _PATIENCE:
                 break
-            better, taken = _staged(problem, hop, residents, strategy, best, few=is_large)
-            work += taken
+            better = _staged(problem, hop, residents, strategy, best, effort, few=is_large)
             vain = 0 if better is not best else vain + 1
             best = better
     return best
@@ -140,18 +138,19 @@ def _staged(
     residents: frozenset[int],
     strategy: str,
     best: Schedule | None,
+    effort: Allowance,
     *,
     few: bool,
-) -> tuple[Schedule | None, int]:
-    """Return the faster of ``best`` and the schedules with a set of residents, and the copies that were placed.
+) -> Schedule | None:
+    """Return the faster of ``best`` and the schedules with a set of residents.
 
     Args:
+        effort: of the search; takes the copies that are placed.
         few: try few sizes.
 
     The others are those of ``two_hops``.
     """
     room_bytes = problem.room_bytes[hop.place]
-    work = 0
     for middle_bytes in _middle_sizes(problem, residents)[:: 2 if few else 1]:
         if middle_bytes > room_bytes:
             break
@@ -161,9 +160,8 @@ def _staged(
             continue
         for kept in _kept(problem, residents):
             staying = replace(placement, kept=kept)
-            best, taken = _placed(problem, hop, staying, middle_bytes, best, few=few)
-            work += taken
-    return best, work
+            best = _placed(problem, hop, staying, middle_bytes, best, effort, few=few)
+    return best
 
 
 def staged_hops(
@@ -172,7 +170,8 @@ def staged_hops(
     """Return the faster of ``best`` and a placement's schedules in two hops over ``place``, with an arena of a size."""
     for hop in hops(problem):
         if hop.place == place and hop.home in placement.link_of:
-            best, _ = _placed(problem, hop, placement, middle_bytes, best, few=False)
+            endless = Allowance(math.inf)
+            best = _placed(problem, hop, placement, middle_bytes, best, endless, few=False)
     return best
 
 
@@ -182,19 +181,19 @@ def _placed(
     placement: Placement,
     middle_bytes: int,
     best: Schedule | None,
+    effort: Allowance,
     *,
     few: bool,
-) -> tuple[Schedule | None, int]:
-    """Return the faster of ``best`` and the schedules of a placement, and the copies that were placed."""
+) -> Schedule | None:
+    """Return the faster of ``best`` and the schedules of a placement."""
     residents = [w for w, link in enumerate(placement.link_of) if link is None]
     kept_bytes = resident_bytes(problem, residents)
-    work = 0
     for made in _copies(problem, placement, hop):
         bound_s = hop_bound_s(problem, made)
         for staging_bytes in _staging_sizes(problem, made, kept_bytes, few=few):
-            if best is not None and bound_s >= best.seconds * (1 - _ROUNDING):
+            if best is not None and (bound_s >= best.seconds * (1 - _ROUNDING) or effort.over):
                 break
-            work += len(made.copies) + len(made.fetched)
+            effort.work += len(made.copies) + len(made.fetched)
             staged = hop_schedule(
                 problem,
                 placement,
@@ -205,7 +204,7 @@ def _placed(
                 middle_bytes=middle_bytes,
             )
             best = _faster(best, staged, bound_s)
-    return best, work
+    return best
 
 
 def _faster(best: Schedule | None, staged: Schedule | None, bound_s: float) -> Schedule | None:
