@@ -15,7 +15,8 @@ Variables: x[c,v] weights streamed, y[o,f] seconds of each occupancy.
     reserved of what is not streamed <= arena - region
     y only where reserved(o) + sum reserved(f) <= region
     sum y with o = c is sum_v x[c,v] * op_s(c);  sum y with f[l] = c is sum_{v over l} x[c,v] * transfer_s(c, l)
-    sum y >= compute;  sum y >= transfers of a link that feeds;  sum y >= bytes of a pipe's links / its rate
+    sum y >= compute;  sum y >= transfers of a link;  sum y >= bytes of a pipe's links / its rate
+    sum y with f[l] = c beside any f[m] is at most sum_{v over l} x[c,v] * held_s, where l and m share a pipe
     the longest op without weights has occupancies of its own, and what they load fits the region
 
 The region is what residents leave. It is not known, so the range of its sizes is halved, the half with
