@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
-from gascompile.passes.model.problem import Placement, Problem
+from gascompile.passes.model.peer_orders import first_fit, largest_area
+from gascompile.passes.model.problem import Placement, Problem, Weight
 from gascompile.passes.search.spread import spread
 
 NAMES = ("all_streamed", "first_fit", "largest_area", "per_layer", "largest_first", "exhaustive")
@@ -121,19 +122,22 @@ def _all_streamed(problem: Problem) -> Iterator[Order]:
 
 
 def _first_fit(problem: Problem) -> Iterator[Order]:
-    yield tuple(range(len(problem.weights))), 0
+    yield tuple(first_fit([min(weight.uses, default=-1) for weight in problem.weights])), 0
 
 
 def _largest_area(problem: Problem) -> Iterator[Order]:
     num_ops = len(problem.op_times_s)
 
-    def area(i: int) -> tuple[float, int]:
-        weight = problem.weights[i]
+    def area(weight: Weight) -> int:
         later = (*weight.uses[1:], *(use + num_ops for use in weight.uses[:1]))
         longest = max(b - a for a, b in zip(weight.uses, later, strict=True)) if later else 0
-        return weight.reserved_bytes * longest, _spread_rank(i, len(problem.weights))
+        return weight.reserved_bytes * longest
 
-    yield tuple(sorted(range(len(problem.weights)), key=area)), 0
+    # Of equal ones neighbours are far apart.
+    count = len(problem.weights)
+    spread_out = sorted(range(count), key=lambda i: _spread_rank(i, count))
+    order = largest_area([area(problem.weights[i]) for i in spread_out])
+    yield tuple(spread_out[place] for place in order), 0
 
 
 def _per_layer(problem: Problem) -> Iterator[Order]:
