@@ -10,9 +10,9 @@ time, Z time of an iteration, M[s], V[l,s] running sums.
     minimise Z, subject to
     total            Z >= sum_k T[k]                                                   _add_times
     occupied[l]      Z >= sum load[w,j,l] * transfer_s(w, l)                           _add_times
-    pipe[p]          Z >= sum_{l in p} load[w,j,l] * bytes(w) / rate(p)                _add_times
+    pipe[p]          Z >= sum_{l in p} load[w,j,l] * bytes(w) / rate(p), f as below    _add_times
     rate[l,k]        T[k] >= y[ways over l,k] / rate(l);  T[k] >= compute(k), = for c(s)   _add_times
-    fed[f]           Z >= sum load[w,j,l] * transfer_s(w, f), l in two hops, the first f   _add_times
+    fed[f]           Z >= sum load[w,last,l] * transfer_s(w, f), l in two hops over f   _add_times
     choose[w,j]      keep[w,j] + sum_l load[w,j,l] = 1                                 _add_choices
     home[w,j,l]      load[w,j,l] <= home[w,l];  stay[w] + sum_l home[w,l] = 1          _add_choices
     stay[w,j]        stay[w] <= keep[w,j];  last interval: stay[w] = keep[w,last]      _add_choices
@@ -25,10 +25,10 @@ time, Z time of an iteration, M[s], V[l,s] running sums.
     memory_c[s]      M[s] - (kept of s's own) + (all of s's own) + sum_l b[l,c(s)] <= arena
     buffer[s]        the same with the loads of the next ops for b; no part of the bound
 
-M sums reserve(w) keep[w,j], V[l] sums bytes(w) load[w,j,l] over the intervals open at g(s): a load cannot
-start before the previous use is over. Transfers may stop and resume and take no more than their
-bytes so far, so every schedule of whole tensors is a solution: the dual bound bounds all of them.
-Bytes and times are in units of a thousandth of the whole, so that coefficients stay near 1.
+M sums reserve(w) keep[w,j], V[l] sums bytes(w) load[w,j,l] over the intervals open at g(s): a load cannot start
+before the previous use is over. Transfers may stop and resume and take no more than their bytes so far, so every
+schedule of whole tensors is a solution: the dual bound bounds all of them. Bytes and times are in units of a
+thousandth of the whole, so that coefficients stay near 1.
 """
 
 from __future__ import annotations
@@ -121,15 +121,6 @@ def place(
     slots = [outcome.values[column] for column in model.times]
     priced = shadow_prices(problem, duals, slots, loads, model.time_unit_s, model.unit_bytes)
     return Solution(placement, order, bound_s, timed_out, *priced)
-
-
-def relaxed_place(problem: Problem, time_limit_s: float) -> Solution | None:
-    """Return the linear relaxation's solution with all of the arena; ``None`` where the solver fails."""
-    arena_bytes = problem.arena_limit_bytes
-    try:
-        return place(problem, arena_bytes, time_limit_s=time_limit_s, mip_gap=0.0, relaxed=True)
-    except SolverError:
-        return None
 
 
 @dataclass(slots=True)
@@ -356,20 +347,27 @@ def _add_times(model: _Model, delivered: Sequence[Sequence[int]]) -> None:
         model.most(f"occupied_{number}", [(whole, -1.0), *terms])
     for feed in dict.fromkeys(way.feed for way in model.ways if way.feed is not None):
         led = [i for i, way in enumerate(model.ways) if way.feed == feed]
-        terms = _carried(model, dict.fromkeys(led, feed))
+        terms = _carried(model, dict.fromkeys(led, feed), once=True)
         model.most(f"fed_{feed.name}", [(whole, -1.0), *terms])
     for number, pipe in enumerate(problem.machine.pipes):
         rate = pipe_rate(problem.machine, pipe) * model.time_unit_s / model.unit_bytes
-        passing = {i: rate / n for i, way in enumerate(model.ways) if (n := way.uses(pipe.name))}
-        model.most(f"pipe_{number}", [(whole, -1.0), *_carried(model, passing)])
+        last: list[Link | None] = [way.link for way in model.ways]
+        first = [way.feed for way in model.ways]
+        terms = [(whole, -1.0)]
+        for links in (last, first):
+            passing = {i: rate for i, link in enumerate(links) if link and pipe.name in link.shared}
+            terms += _carried(model, passing, once=links is first)
+        model.most(f"pipe_{number}", terms)
 
 
-def _carried(model: _Model, over: Mapping[int, float | Link]) -> Sum:
-    """Return the seconds of all loads by some ways: at a rate, or as long as each keeps a link."""
+def _carried(model: _Model, over: Mapping[int, float | Link], *, once: bool = False) -> Sum:
+    """Return the seconds of loads by some ways, each or ``once`` per weight: at a rate, or what each keeps a link."""
     problem = model.problem
     terms: Sum = []
-    for (w, _, way), load in model.load.items():
-        if way in over and problem.weights[w].uses:
+    for (w, j, way), load in model.load.items():
+        uses = len(problem.weights[w].uses)
+        # What waits half the way is fetched once for several uses; over the last interval all that has a home comes.
+        if way in over and uses and (not once or j == uses - 1):
             rate = over[way]
             seconds = (
                 rate.transfer_time_s(problem.weights[w].size_bytes) / model.time_unit_s

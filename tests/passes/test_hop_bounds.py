@@ -195,3 +195,19 @@ def test_room_half_the_way_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan(task, SHARED, budget, fingerprint={})
     assert not has_hops(plan)
     assert plan.certificate.gap <= 0.01
+
+
+@pytest.mark.parametrize("letters", ["abc" * 6 + "def" * 6, "ab" * 6 + "cd" * 6 + "ef" * 6])
+def test_what_is_fetched_once_counts_once(letters: str) -> None:
+    # Each of the weights is read once, and pushed six times: no bound takes six reads for granted.
+    task = chain_of(letters, 1e-4)
+    budget = Budget(gpu=SLOT, cpu=len(set(letters[:6])) * SLOT)
+    asked = problem(task, SHARED, budget)
+    plan = make_plan(task, SHARED, budget, fingerprint={})
+    assert has_hops(plan)
+    assert not [note for note in plan.warnings if "dropped" in note]
+    for ways in ways_of(asked)[1:]:
+        solved = place(
+            asked, asked.arena_limit_bytes, time_limit_s=20, mip_gap=0.0, relaxed=True, ways=ways
+        )
+        assert solved.bound_s <= plan.certificate.predicted_s
