@@ -80,14 +80,17 @@ def family(problem: Problem, name: str) -> list[ResidentSet]:
 def placements_of(problem: Problem, residents: frozenset[int], strategy: str) -> list[Placement]:
     """Return placements of a resident set; none where the slow tiers cannot hold the others.
 
-    They differ in the links, the fastest alone, balanced in the order of use or spread evenly, and in
-    how long a streamed weight stays for its next use: until another weight is needed, or for a few of
-    them. Of many weights over several links only the even spread is worth a look.
+    They differ in the links, the fastest alone, for the first ones or for the last ones where it cannot
+    have all, balanced in the order of use or spread evenly, and in how long a streamed weight stays for
+    its next use: until another weight is needed, or for a few of them. Of many weights over several
+    links only the even spread is worth a look.
     """
     streamed = [i for i in range(len(problem.weights)) if i not in residents]
     choices: list[Callable[[Problem, Sequence[int]], tuple[int | None, ...] | None]] = [_in_order]
     if len(problem.links) > 1:
         choices += [_balanced, spread]
+    if len(problem.links) > 1 and len(problem.weights) < MANY_WEIGHTS:
+        choices.append(_last_nearest)
     if len(problem.weights) >= MANY_WEIGHTS:
         choices.reverse()
     placements: dict[Placement, None] = {}
@@ -201,6 +204,10 @@ def near_intervals(
 
 def _in_order(problem: Problem, streamed: Sequence[int]) -> tuple[int | None, ...] | None:
     return _choose_links(problem, streamed, balanced=False)
+
+
+def _last_nearest(problem: Problem, streamed: Sequence[int]) -> tuple[int | None, ...] | None:
+    return _choose_links(problem, streamed[::-1], balanced=False)
 
 
 def _balanced(problem: Problem, streamed: Sequence[int]) -> tuple[int | None, ...] | None:

@@ -1,9 +1,10 @@
 """Two hops: the fastest schedule in which what comes from a drive waits in the memory in between.
 
 Read ahead of what the computing memory has room for, and read once for several uses: both take room in between that
-could as well hold weights for good. So sets of residents, sizes of the arena in between and of the staging region
-are tried together, and the rest of the memory in between is filled with homes, spread evenly. None of these depends
-on the budget of the tier that computes, which only decides what fits; what a bound rules out is not tried.
+could as well hold weights for good. So sets of residents, sizes of the arena in between and of the staging region are
+tried together, and the rest of the memory in between is filled with homes, spread evenly or of what has most uses.
+None of these depends on the budget of the tier that computes, which only decides what fits; what a bound rules out is
+not tried.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, product
 
 from gascompile.passes.bounds.certify import physical_limit, problem_limit
 from gascompile.passes.bounds.occupancy import occupancy
@@ -26,6 +27,7 @@ from gascompile.passes.search.hop_schedule import (
     hop_copies,
     hop_schedule,
     hops,
+    most_used_at_home,
 )
 from gascompile.passes.search.schedule import Schedule
 from gascompile.passes.search.search import Allowance, resident_bytes, snap, staging_sizes_of
@@ -155,12 +157,14 @@ def _staged(
         if middle_bytes > room_bytes:
             break
         held_bytes = room_bytes - middle_bytes
-        placement = homes_of(problem, residents, hop, held_bytes, strategy=strategy)
-        if placement is None or hop.home not in placement.link_of:
-            continue
-        for kept in _kept(problem, residents):
-            staying = replace(placement, kept=kept)
-            best = _placed(problem, hop, staying, middle_bytes, best, effort, few=few)
+        homes = [
+            choose(problem, residents, hop, held_bytes, strategy=strategy)
+            for choose in (homes_of, most_used_at_home)
+        ]
+        for placement, kept in product(dict.fromkeys(homes), _kept(problem, residents)):
+            if placement is not None and hop.home in placement.link_of:
+                staying = replace(placement, kept=kept)
+                best = _placed(problem, hop, staying, middle_bytes, best, effort, few=few)
     return best
 
 
