@@ -86,7 +86,7 @@ def test_eighty_layers_are_planned_within_a_percent(
     budget = Budget(gpu=total // 5, cpu=total // 2)
     # The drive is never idle: what comes in two hops is not even sought, and no other form is planned.
     monkeypatch.setattr(two_hops, "hop_schedule", None)
-    sought = Mock(wraps=stream.two_hops)
+    sought = Mock(wraps=two_hops.two_hops)
     monkeypatch.setattr(stream, "two_hops", sought)
     plan = make_plan(task, machine(has_hops=has_hops), budget, fingerprint={})
     assert sought.call_count == 1
