@@ -15,7 +15,8 @@ if TYPE_CHECKING:  # which comes with numpy; plans of other kinds are certified 
     from gascompile.passes.model.problem import Problem
 
 WEIGHTS, EVERYTHING = "weights", "everything"
-"""What a bound holds over: placements of weights in one arena with all else in its place, or any plan at all."""
+"""What a bound holds over: placements of weights in one arena, all of one place by the same way, with all else in its
+place, or any plan at all."""
 _ROUNDING = 1 - 1e-12
 """What ``rate * (bytes / rate)`` may be more than the bytes."""
 _WITHOUT_END = 1 << 62

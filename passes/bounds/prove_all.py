@@ -22,6 +22,7 @@ from gascompile.passes.intervals.recompute import recompute_ops
 from gascompile.passes.model.interval_layout import layout
 from gascompile.passes.model.interval_problem import IntervalProblem, interval_problem
 from gascompile.passes.model.problem import Problem, Weight
+from gascompile.passes.model.ways import every_way
 from gascompile.passes.search.strategies import MANY_WEIGHTS
 
 _MOST_PIVOTS = 100_000
@@ -111,7 +112,13 @@ def _loosened(task: Problem) -> Problem:
 
 def _by_occupancy(task: Problem, loose: Problem, enough_s: float, left_s: float) -> float:
     del task
-    return occupancy(loose, loose.arena_limit_bytes, enough_s=enough_s, time_limit_s=left_s)
+    return occupancy(
+        loose,
+        loose.arena_limit_bytes,
+        enough_s=enough_s,
+        time_limit_s=left_s,
+        choices=[every_way(loose)],
+    )
 
 
 def _by_intervals(task: Problem, loose: Problem, enough_s: float, left_s: float) -> float:

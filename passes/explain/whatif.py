@@ -19,7 +19,7 @@ from gascompile.core.workload import TensorKind
 from gascompile.passes.bounds.shadow_prices import Solution
 from gascompile.passes.model.problem import Problem, problem
 from gascompile.passes.plan.make_plan import make_plan
-from gascompile.passes.search.place import relaxed_place
+from gascompile.passes.search.relaxed_place import relaxed_place
 
 _HELPS = 0.01
 """Share of an iteration that a budget has to save to count as a help."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from gascompile.passes.intervals.selection import Selection
+from gascompile.passes.model import peer_orders
 from gascompile.passes.model.interval_layout import RunLayout
 from gascompile.passes.search.strategies import evenly
 
@@ -41,7 +42,10 @@ def first_fit(plan: RunLayout) -> Selection:
     intervals_of: dict[int, list[int]] = {}
     for j in sorted(range(len(plan.intervals)), key=lambda j: plan.intervals[j].start):
         intervals_of.setdefault(plan.intervals[j].tensor, []).append(j)
-    for tensor, members in intervals_of.items():
+    tensors = list(intervals_of)
+    first_uses = [plan.intervals[intervals_of[tensor][0]].start for tensor in tensors]
+    for tensor in (tensors[place] for place in peer_orders.first_fit(first_uses)):
+        members = intervals_of[tensor]
         if all(
             selection.most(j) + plan.task.sizes[tensor] <= plan.task.limit_bytes for j in members
         ):
@@ -102,7 +106,8 @@ def largest_area(plan: RunLayout) -> Selection:
     pending = {j: 0.0 for j, interval in enumerate(plan.intervals) if not interval.unused}
     while selection.excess_bytes > 0 and pending:
         above = np.minimum(np.maximum(selection.memory - limit, 0), np.iinfo(np.int32).max * 1024)
-        scores: list[tuple[float, int]] = []
+        scored: list[int] = []
+        scores: list[float] = []
         for j in pending:
             interval = plan.intervals[j]
             size = task.sizes[interval.tensor]
@@ -111,12 +116,13 @@ def largest_area(plan: RunLayout) -> Selection:
                 for a, b in plan.spans(interval)
             )
             if area > 0:
-                scores.append((area / max(size, 1), j))
+                scored.append(j)
+                scores.append(area / max(size, 1))
         if not scores:
             break
         # Scores change little from one pick to the next: take some of the best ones at once.
-        scores.sort(reverse=True)
-        for _, j in scores[: max(1, len(scores) // 16)]:
+        leaving = peer_orders.largest_area(scores)[::-1]
+        for j in (scored[place] for place in leaving[: max(1, len(scores) // 16)]):
             if selection.most(j) > limit:
                 selection.add(j, channels.slowest_in_time(j))
             del pending[j]

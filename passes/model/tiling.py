@@ -23,8 +23,9 @@ from gascompile.passes.bounds.prove import quick_proof
 from gascompile.passes.graph.divide import Division, divide, division_of
 from gascompile.passes.model.effort import Effort
 from gascompile.passes.model.problem import Problem
+from gascompile.passes.model.ways import ways_of
 from gascompile.passes.plan.feasible import feasible
-from gascompile.passes.search.place import relaxed_place
+from gascompile.passes.search.relaxed_place import relaxed_place
 from gascompile.passes.search.schedule import Schedule
 from gascompile.passes.search.strategies import MANY_WEIGHTS
 
@@ -151,11 +152,14 @@ def best_form(tasks: Sequence[Problem], solve: Solve, effort: Effort) -> FormSol
 def _screen(task: Problem, proof: Proof, time_limit_s: float) -> Proof:
     """Return ``proof`` with the bound of the relaxed program: much less work than to plan the form."""
     feasible(task)
-    relaxation = relaxed_place(task, time_limit_s)
-    if relaxation is None:
-        # What is wrong with the solver shows when the form is planned.
-        return proof
-    return replace(proof, bound_s=max(proof.bound_s, relaxation.bound_s))
+    bounds_s: list[float] = []
+    for ways in ways_of(task):
+        relaxation = relaxed_place(task, time_limit_s, ways)
+        if relaxation is None:
+            # What is wrong with the solver shows when the form is planned.
+            return proof
+        bounds_s.append(relaxation.bound_s)
+    return replace(proof, bound_s=max(proof.bound_s, min(bounds_s)))
 
 
 def _bound_s(proof: Proof) -> float:

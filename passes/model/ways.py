@@ -31,16 +31,35 @@ class Way:
         return sum(pipe in link.shared for link in (self.link, self.feed) if link is not None)
 
 
-def ways_of(problem: Problem, *, has_hops: bool = True) -> tuple[Way, ...]:
-    """Return the ways of a problem: its links in their order, and then those in two hops, where these count."""
+def direct_ways(problem: Problem) -> tuple[Way, ...]:
+    """Return the ways of a problem without a stop: its links, in their order."""
+    return tuple(Way(position, link, None, position) for position, link in enumerate(problem.links))
+
+
+def ways_of(problem: Problem) -> tuple[tuple[Way, ...], ...]:
+    """Return the sets of ways that are planned with: all direct, or all that one place holds in the same two hops."""
+    direct = direct_ways(problem)
+    hops = (tuple(hop if way.home == hop.home else way for way in direct) for hop in _hops(problem))
+    return (direct, *hops)
+
+
+def every_way(problem: Problem) -> tuple[Way, ...]:
+    """Return all ways at once, where weights of one place come by several."""
+    return (*direct_ways(problem), *_hops(problem))
+
+
+def _hops(problem: Problem) -> tuple[Way, ...]:
+    """Return the ways in two hops.
+
+    What lies for good in a place that holds every weight can be had from there whenever it could be in two hops.
+    """
+    whole_bytes = sum(weight.size_bytes for weight in problem.weights)
     links = list(enumerate(problem.links))
-    direct = [Way(position, link, None, position) for position, link in links]
-    fed = [
+    return tuple(
         Way(position, push, feed, home)
-        for feed, push in (problem.machine.two_hops() if has_hops else ())
+        for feed, push in problem.machine.two_hops()
         for position, link in links
-        if link == push
+        if link == push and whole_bytes > problem.room_bytes[push.source_tier]
         for home, other in links
         if other.source_tier == feed.source_tier
-    ]
-    return (*direct, *fed)
+    )

@@ -259,7 +259,34 @@ def homes_of(
         # What is left holds one or two more.
         if link_of[i] == hop.home and size <= left:
             link_of[i], left = hop.push, left - size
-    away = sum(s for i, s in zip(streamed, sizes, strict=True) if link_of[i] == hop.home)
+    return _with_room(problem, link_of, hop, strategy)
+
+
+def most_used_at_home(
+    problem: Problem, residents: Collection[int], hop: Hop, held_bytes: int, *, strategy: str
+) -> Placement | None:
+    """Return a placement with ``held_bytes`` at home in between, of the streamed weights those of most uses first.
+
+    ``None`` where the others do not fit at the hop's home, or all have as many uses.
+    """
+    streamed = [i for i in range(len(problem.weights)) if i not in residents]
+    if len({len(problem.weights[i].uses) for i in streamed}) <= 1:
+        return None
+    link_of: list[int | None] = [None] * len(problem.weights)
+    left = held_bytes
+    for i in sorted(streamed, key=lambda i: -len(problem.weights[i].uses)):
+        stays = problem.weights[i].size_bytes <= left
+        link_of[i] = hop.push if stays else hop.home
+        left -= problem.weights[i].size_bytes if stays else 0
+    return _with_room(problem, link_of, hop, strategy)
+
+
+def _with_room(
+    problem: Problem, link_of: Sequence[int | None], hop: Hop, strategy: str
+) -> Placement | None:
+    """Return the placement where its weights fit at the hop's home."""
+    sizes = (weight.size_bytes for weight in problem.weights)
+    away = sum(size for size, link in zip(sizes, link_of, strict=True) if link == hop.home)
     if away > problem.room_bytes[problem.links[hop.home].source_tier]:
         return None
     return Placement(strategy=strategy, link_of=tuple(link_of))

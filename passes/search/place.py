@@ -1,18 +1,18 @@
 """Place: the integer program that decides what stays in the compute tier, and its dual bound.
 
-Sets: weights w with intervals j between their uses; links l; ways l over one of them, directly from home or, where
-the bound is to hold for them, in two hops of which another link f carries the first; slots k: before each op s that
-reads a weight a gap g(s) with the ops in between, then the op itself, c(s); g(S) follows the last one.
-Variables: keep[w,j] in {0,1} (continuous for tiny weights), stay[w] (resident: all intervals kept),
-load[w,j,l] >= 0 (streamed over l), home[w,l] in {0,1}; y[l,k] bytes delivered, b[l,k] bytes ahead of
-their op at the end of k, T[k] time, Z time of an iteration, M[s], V[l,s] running sums.
+Sets: weights w with intervals j between their uses; links l; ways l over one of them, directly from home or, for a
+bound of such, in two hops of which another link f carries the first; slots k: before each op s that reads a weight a
+gap g(s) with the ops in between, then the op itself, c(s); g(S) follows the last one.
+Variables: keep[w,j] in {0,1} (continuous for tiny weights), stay[w] (resident: all intervals kept), load[w,j,l] >= 0
+(streamed over l), home[w,l] in {0,1}; y[l,k] bytes delivered, b[l,k] bytes ahead of their op at the end of k, T[k]
+time, Z time of an iteration, M[s], V[l,s] running sums.
 
     minimise Z, subject to
     total            Z >= sum_k T[k]                                                   _add_times
     occupied[l]      Z >= sum load[w,j,l] * transfer_s(w, l)                           _add_times
-    pipe[p]          Z >= sum_{l in p} load[w,j,l] * bytes(w) / rate(p)                _add_times
+    pipe[p]          Z >= sum_{l in p} load[w,j,l] * bytes(w) / rate(p), f as below    _add_times
     rate[l,k]        T[k] >= y[ways over l,k] / rate(l);  T[k] >= compute(k), = for c(s)   _add_times
-    fed[f]           Z >= sum load[w,j,l] * transfer_s(w, f), l in two hops, the first f   _add_times
+    fed[f]           Z >= sum load[w,last,l] * transfer_s(w, f), l in two hops over f   _add_times
     choose[w,j]      keep[w,j] + sum_l load[w,j,l] = 1                                 _add_choices
     home[w,j,l]      load[w,j,l] <= home[w,l];  stay[w] + sum_l home[w,l] = 1          _add_choices
     stay[w,j]        stay[w] <= keep[w,j];  last interval: stay[w] = keep[w,last]      _add_choices
@@ -25,10 +25,10 @@ their op at the end of k, T[k] time, Z time of an iteration, M[s], V[l,s] runnin
     memory_c[s]      M[s] - (kept of s's own) + (all of s's own) + sum_l b[l,c(s)] <= arena
     buffer[s]        the same with the loads of the next ops for b; no part of the bound
 
-M sums reserve(w) keep[w,j], V[l] sums bytes(w) load[w,j,l] over the intervals open at g(s): a load cannot
-start before the previous use is over. Transfers may stop and resume and take no more than their
-bytes so far, so every schedule of whole tensors is a solution: the dual bound bounds all of them.
-Bytes and times are in units of a thousandth of the whole, so that coefficients stay near 1.
+M sums reserve(w) keep[w,j], V[l] sums bytes(w) load[w,j,l] over the intervals open at g(s): a load cannot start
+before the previous use is over. Transfers may stop and resume and take no more than their bytes so far, so every
+schedule of whole tensors is a solution: the dual bound bounds all of them. Bytes and times are in units of a
+thousandth of the whole, so that coefficients stay near 1.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ from gascompile.core.machine import Link
 from gascompile.passes.bounds.certify import pipe_rate
 from gascompile.passes.bounds.linear_program import INFINITY, Ending, LinearProgram, solver_name
 from gascompile.passes.bounds.shadow_prices import Solution, shadow_prices
+from gascompile.passes.model.effort import Pivots
 from gascompile.passes.model.problem import Placement, Problem, slot_seconds
-from gascompile.passes.model.ways import Way, ways_of
+from gascompile.passes.model.ways import Way, direct_ways
 
 _WHOLE = 1000.0
 """All weights in the model's unit of bytes, and the longest possible iteration in its unit of time."""
@@ -52,7 +53,7 @@ _TINY = 1 / 2000
 _INTEGRAL = 1e-6  # as far as the solver's solutions are off whole numbers
 _TOLERANCE = 1e-6
 """The solver keeps rows and bounds up to this share."""
-_MOST_PIVOTS = 200_000  # of a relaxation
+_MOST_PIVOTS = 200_000  # of a relaxation that is a bound
 _MOST_NODES = 200
 """Iterations of a relaxation and nodes of an integer search, after which it is stopped on any machine."""
 _MOST_USES = 40_000
@@ -71,7 +72,8 @@ def place(
     buffers: int = 0,
     relaxed: bool = False,
     max_nodes: int = _MOST_NODES,
-    has_hops: bool = False,
+    ways: Sequence[Way] | None = None,
+    pivots: Pivots | None = None,
 ) -> Solution:
     """Return the placement that the model finds best within an arena of ``arena_bytes``.
 
@@ -82,7 +84,8 @@ def place(
             yet it is no part of the model: the bound then holds for this placement rule alone.
         relaxed: solve the linear relaxation; its placement is rounded.
         max_nodes: nodes after which an integer search is stopped.
-        has_hops: let weights come in two hops, too, so that the bound holds for that; nothing is priced then.
+        ways: how weights come, so that the bound holds for that; directly where none are given.
+        pivots: what may be taken, which gets less; without, what one relaxation may take.
 
     Raises:
         SolverError: HiGHS is not installed, or it ended in a state that is not understood.
@@ -90,17 +93,20 @@ def place(
     if solver_name() != "highs":
         raise SolverError("HiGHS is not installed; pip install highspy")
     uses = sum(len(weight.uses) for weight in problem.weights)
-    if uses * len(problem.links) > _MOST_USES or time_limit_s <= 0:
-        return Solution(None, (), 0.0, timed_out=True)
-    model = _build(problem, arena_bytes, buffers, ways_of(problem, has_hops=has_hops))
+    pivots = Pivots(_MOST_PIVOTS) if pivots is None else pivots
+    timed_out = uses * len(problem.links) > _MOST_USES or time_limit_s <= 0
+    if timed_out or pivots.left <= 0:
+        return Solution(None, (), 0.0, timed_out)
+    model = _build(problem, arena_bytes, buffers, direct_ways(problem) if ways is None else ways)
     outcome = model.program.solve(
         time_limit_s=time_limit_s,
         gap=mip_gap,
         gap_abs=mip_gap * problem.streaming_s / model.time_unit_s,
         relaxed=relaxed,
-        max_pivots=_MOST_PIVOTS if relaxed else None,
+        max_pivots=min(_MOST_PIVOTS, pivots.left) if relaxed else None,
         max_nodes=None if relaxed else max_nodes,
     )
+    pivots.left -= outcome.pivots
     if outcome.ending is Ending.INFEASIBLE:
         return Solution(None, (), math.inf, timed_out=False)
     timed_out = outcome.ending is Ending.OUT_OF_TIME
@@ -108,22 +114,13 @@ def place(
     if not outcome.values or (relaxed and outcome.ending is not Ending.OPTIMAL):
         return Solution(None, (), bound_s, timed_out)
     placement, order = _extract(model, outcome.values)
-    if not outcome.duals or len(model.ways) > len(problem.links):
+    if not outcome.duals or any(way.feed is not None for way in model.ways):
         return Solution(placement, order, bound_s, timed_out)
     duals = {name: abs(outcome.duals[row]) for name, row in model.rows.items()}
     loads = {key: _value(terms, outcome.values) for key, terms in model.load.items()}
     slots = [outcome.values[column] for column in model.times]
     priced = shadow_prices(problem, duals, slots, loads, model.time_unit_s, model.unit_bytes)
     return Solution(placement, order, bound_s, timed_out, *priced)
-
-
-def relaxed_place(problem: Problem, time_limit_s: float) -> Solution | None:
-    """Return the linear relaxation's solution with all of the arena; ``None`` where the solver fails."""
-    arena_bytes = problem.arena_limit_bytes
-    try:
-        return place(problem, arena_bytes, time_limit_s=time_limit_s, mip_gap=0.0, relaxed=True)
-    except SolverError:
-        return None
 
 
 @dataclass(slots=True)
@@ -136,7 +133,7 @@ class _Model:
     size: list[float]
     reserved: list[float]
     buffers: int
-    ways: tuple[Way, ...]
+    ways: Sequence[Way]
     program: LinearProgram
     one: int
     """A column that is always 1, so that sums need no constants."""
@@ -162,7 +159,7 @@ class _Model:
         self.rows[name] = self.program.add_row(value, value, terms)
 
 
-def _build(problem: Problem, arena_bytes: int, buffers: int, ways: tuple[Way, ...]) -> _Model:
+def _build(problem: Problem, arena_bytes: int, buffers: int, ways: Sequence[Way]) -> _Model:
     readers = sorted({op for weight in problem.weights for op in weight.uses})
     rank = {op: s for s, op in enumerate(readers)}
     ending: list[list[tuple[int, int]]] = [[] for _ in readers]
@@ -350,20 +347,27 @@ def _add_times(model: _Model, delivered: Sequence[Sequence[int]]) -> None:
         model.most(f"occupied_{number}", [(whole, -1.0), *terms])
     for feed in dict.fromkeys(way.feed for way in model.ways if way.feed is not None):
         led = [i for i, way in enumerate(model.ways) if way.feed == feed]
-        terms = _carried(model, dict.fromkeys(led, feed))
+        terms = _carried(model, dict.fromkeys(led, feed), once=True)
         model.most(f"fed_{feed.name}", [(whole, -1.0), *terms])
     for number, pipe in enumerate(problem.machine.pipes):
         rate = pipe_rate(problem.machine, pipe) * model.time_unit_s / model.unit_bytes
-        passing = {i: rate / n for i, way in enumerate(model.ways) if (n := way.uses(pipe.name))}
-        model.most(f"pipe_{number}", [(whole, -1.0), *_carried(model, passing)])
+        last: list[Link | None] = [way.link for way in model.ways]
+        first = [way.feed for way in model.ways]
+        terms = [(whole, -1.0)]
+        for links in (last, first):
+            passing = {i: rate for i, link in enumerate(links) if link and pipe.name in link.shared}
+            terms += _carried(model, passing, once=links is first)
+        model.most(f"pipe_{number}", terms)
 
 
-def _carried(model: _Model, over: Mapping[int, float | Link]) -> Sum:
-    """Return the seconds of all loads by some ways: at a rate, or as long as each keeps a link."""
+def _carried(model: _Model, over: Mapping[int, float | Link], *, once: bool = False) -> Sum:
+    """Return the seconds of loads by some ways, each or ``once`` per weight: at a rate, or what each keeps a link."""
     problem = model.problem
     terms: Sum = []
-    for (w, _, way), load in model.load.items():
-        if way in over and problem.weights[w].uses:
+    for (w, j, way), load in model.load.items():
+        uses = len(problem.weights[w].uses)
+        # What waits half the way is fetched once for several uses; over the last interval all that has a home comes.
+        if way in over and uses and (not once or j == uses - 1):
             rate = over[way]
             seconds = (
                 rate.transfer_time_s(problem.weights[w].size_bytes) / model.time_unit_s
@@ -391,5 +395,4 @@ def _extract(model: _Model, values: Sequence[float]) -> tuple[Placement, tuple[i
         }
     # Rounded, so that the order of equal shares is the order of use.
     order = sorted(range(len(stay)), key=lambda w: (-round(stay[w], 6), w))
-    placement = Placement(strategy="ilp", link_of=tuple(link_of), kept=frozenset(kept))
-    return placement, tuple(order)
+    return Placement(strategy="ilp", link_of=tuple(link_of), kept=frozenset(kept)), tuple(order)

@@ -8,14 +8,15 @@ all rungs below the budget, and a larger budget has all of them and more.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from itertools import pairwise
 
 from gascompile.passes.bounds.certify import problem_limit
 from gascompile.passes.bounds.occupancy import occupancy
 from gascompile.passes.bounds.shadow_prices import Solution
+from gascompile.passes.model.effort import Effort
 from gascompile.passes.model.problem import Placement, Problem
+from gascompile.passes.model.ways import direct_ways
 from gascompile.passes.search.place import place
 from gascompile.passes.search.schedule import Schedule
 from gascompile.passes.search.search import resident_bytes, search
@@ -30,40 +31,41 @@ _LARGE_GAP = 0.01
 
 
 def refine(
-    problem: Problem, least_arena_bytes: int, best: Schedule | None, *, time_limit_s: float
+    problem: Problem, least_arena_bytes: int, best: Schedule | None, effort: Effort
 ) -> tuple[Schedule | None, float]:
     """Return the faster of ``best`` and the solver's schedules, and the relaxation's bound where it was solved whole.
 
     Args:
         least_arena_bytes: the smallest arena of any plan; the ladder starts here.
         best: a schedule to beat; without it the result is the solver's own.
-        time_limit_s: seconds for all solves together.
+        effort: what all solves together may take.
     """
     if not problem.links:
         return best, 0.0
-    deadline_s = time.perf_counter() + time_limit_s
     if len(problem.weights) >= MANY_WEIGHTS:
-        return _refine_large(problem, best, deadline_s)
+        return _refine_large(problem, best, effort)
     arena_bytes = problem.arena_limit_bytes
     for below, above in reversed(list(pairwise(_ladder(problem, least_arena_bytes)))):
-        left_s = deadline_s - time.perf_counter()
         if below > arena_bytes:
             continue
-        if left_s <= 0 or (best is not None and _cannot_win(problem, above, best, left_s)):
+        if effort.left_s() <= 0 or (
+            best is not None
+            and (effort.pivots.left <= 0 or _cannot_win(problem, above, best, effort))
+        ):
             break
-        candidates = _rung(problem, below, left_s)
+        candidates = _rung(problem, below, effort)
         best = search(
             problem,
             candidates,
             min(above, arena_bytes),
             best,
-            time_limit_s=deadline_s - time.perf_counter(),
+            time_limit_s=effort.left_s(),
         )
     return best, 0.0
 
 
 def _refine_large(
-    problem: Problem, best: Schedule | None, deadline_s: float
+    problem: Problem, best: Schedule | None, effort: Effort
 ) -> tuple[Schedule | None, float]:
     """Return the faster of ``best`` and what the relaxation's order of residents gives, and its bound.
 
@@ -72,18 +74,29 @@ def _refine_large(
     arena_bytes = problem.arena_limit_bytes
 
     def left_s() -> float:
-        return max(0.0, deadline_s - time.perf_counter())
+        return max(0.0, effort.left_s())
 
     if best is not None:
         enough_s = best.seconds * (1 - _LARGE_GAP)
         limit_s = max(
             problem_limit(problem, arena_bytes, has_hops=False)[0],
-            occupancy(problem, arena_bytes, enough_s=enough_s, time_limit_s=left_s()),
+            occupancy(
+                problem,
+                arena_bytes,
+                enough_s=enough_s,
+                time_limit_s=left_s(),
+                choices=[direct_ways(problem)],
+            ),
         )
         if limit_s >= enough_s or left_s() == 0:
             return best, 0.0
     relaxation = place(
-        problem, arena_bytes, time_limit_s=left_s(), mip_gap=_CANDIDATE_GAP, relaxed=True
+        problem,
+        arena_bytes,
+        time_limit_s=left_s(),
+        mip_gap=_CANDIDATE_GAP,
+        relaxed=True,
+        pivots=effort.pivots,
     )
     known_s = 0.0 if relaxation.timed_out else relaxation.bound_s
     if best is not None and not relaxation.order:
@@ -101,19 +114,22 @@ def _ladder(problem: Problem, least_arena_bytes: int) -> list[int]:
     return [*sorted(rungs), top + 1]
 
 
-def _cannot_win(problem: Problem, arena_bytes: int, best: Schedule, time_limit_s: float) -> bool:
+def _cannot_win(problem: Problem, arena_bytes: int, best: Schedule, effort: Effort) -> bool:
     """Whether no schedule within the arena beats ``best``; the solver is asked last."""
     if best.seconds <= problem_limit(problem, arena_bytes, has_hops=False)[0]:
         return True
     relaxation = place(
-        problem, arena_bytes, time_limit_s=time_limit_s, mip_gap=_CANDIDATE_GAP, relaxed=True
+        problem,
+        arena_bytes,
+        time_limit_s=effort.left_s(),
+        mip_gap=_CANDIDATE_GAP,
+        relaxed=True,
+        pivots=effort.pivots,
     )
     return best.seconds <= relaxation.bound_s
 
 
-def _rung(
-    problem: Problem, arena_bytes: int, time_limit_s: float
-) -> Iterator[ResidentSet | Placement]:
+def _rung(problem: Problem, arena_bytes: int, effort: Effort) -> Iterator[ResidentSet | Placement]:
     """Yield placements around the solution for one arena.
 
     What a search found that the clock ended is not used, as it differs from run to run.
@@ -123,10 +139,11 @@ def _rung(
             place(
                 problem,
                 arena_bytes,
-                time_limit_s=time_limit_s,
+                time_limit_s=effort.left_s(),
                 mip_gap=_CANDIDATE_GAP,
                 buffers=buffers,
                 relaxed=relaxed,
+                pivots=effort.pivots,
             )
             for relaxed in (True, False)
         )

@@ -206,7 +206,7 @@ def _ring(copies: Sequence[StagedCopy], region_bytes: int) -> list[int] | None:
     long = [i for i, copy in enumerate(copies) if copy.end > copy.start]
     for i in long:
         rivals = [j for j in long if j in offsets and _in_use_together(copies[i], copies[j])]
-        address = _first_fit(copies, offsets, i, rivals, 0, region_bytes)
+        address = _lowest_free_address(copies, offsets, i, rivals, 0, region_bytes)
         if address is None:
             return None
         offsets[i] = address
@@ -240,9 +240,9 @@ def _place_group(
     """Place the copies of one op from ``pointer`` on; return where the last one ends."""
     taken = list(rivals)
     for i in group:
-        address = _first_fit(copies, offsets, i, taken, pointer, region_bytes)
+        address = _lowest_free_address(copies, offsets, i, taken, pointer, region_bytes)
         if address is None and pointer:
-            address = _first_fit(copies, offsets, i, taken, 0, region_bytes)
+            address = _lowest_free_address(copies, offsets, i, taken, 0, region_bytes)
         if address is None:
             return None
         offsets[i] = address
@@ -251,7 +251,7 @@ def _place_group(
     return pointer
 
 
-def _first_fit(
+def _lowest_free_address(
     copies: Sequence[StagedCopy],
     offsets: dict[int, int],
     i: int,
@@ -259,6 +259,7 @@ def _first_fit(
     address: int,
     region_bytes: int,
 ) -> int | None:
+    """Return the lowest address from ``address`` on at which copy ``i`` overlaps none of its rivals."""
     size = copies[i].reserved_bytes
     moved = True
     while moved:

@@ -36,7 +36,7 @@ Candidate = Family | ResidentSet | Placement
 _Single = tuple[Family, int] | ResidentSet | Placement
 
 
-class _Allowance:
+class Allowance:
     """What a search may still do: so much work, and no longer than the clock allows."""
 
     def __init__(self, time_limit_s: float, most_work: int = _MOST_WORK) -> None:
@@ -66,7 +66,7 @@ def search(
         time_limit_s: seconds after which a schedule, once there is one, is not improved further.
         most_work: staged copies that are placed, after which it is the same.
     """
-    effort = _Allowance(time_limit_s, most_work)
+    effort = Allowance(time_limit_s, most_work)
     fitting = [
         _numbered(number, _fitting(problem, item, arena_bytes))
         for number, item in enumerate(candidates)
@@ -95,14 +95,14 @@ def best_staging(
     placement: Placement,
     arena_bytes: int,
     best: Schedule | None = None,
-    effort: _Allowance | None = None,
+    effort: Allowance | None = None,
 ) -> Schedule | None:
     """Return the faster of ``best`` and the placement's schedules within ``arena_bytes``.
 
     Args:
         effort: of the search that this is part of; takes the work.
     """
-    effort = effort or _Allowance(math.inf)
+    effort = effort or Allowance(math.inf)
     residents = resident_bytes(problem, _residents(placement))
     copies = staged_copies(problem, placement)
     bound_s = _busy_s(problem, copies)

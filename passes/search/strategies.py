@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
-from gascompile.passes.model.problem import Placement, Problem
+from gascompile.passes.model.peer_orders import first_fit, largest_area
+from gascompile.passes.model.problem import Placement, Problem, Weight
 from gascompile.passes.search.spread import spread
 
 NAMES = ("all_streamed", "first_fit", "largest_area", "per_layer", "largest_first", "exhaustive")
@@ -79,14 +80,17 @@ def family(problem: Problem, name: str) -> list[ResidentSet]:
 def placements_of(problem: Problem, residents: frozenset[int], strategy: str) -> list[Placement]:
     """Return placements of a resident set; none where the slow tiers cannot hold the others.
 
-    They differ in the links, the fastest alone, balanced in the order of use or spread evenly, and in
-    how long a streamed weight stays for its next use: until another weight is needed, or for a few of
-    them. Of many weights over several links only the even spread is worth a look.
+    They differ in the links, the fastest alone, for the first ones or for the last ones where it cannot
+    have all, balanced in the order of use or spread evenly, and in how long a streamed weight stays for
+    its next use: until another weight is needed, or for a few of them. Of many weights over several
+    links only the even spread is worth a look.
     """
     streamed = [i for i in range(len(problem.weights)) if i not in residents]
     choices: list[Callable[[Problem, Sequence[int]], tuple[int | None, ...] | None]] = [_in_order]
     if len(problem.links) > 1:
         choices += [_balanced, spread]
+    if len(problem.links) > 1 and len(problem.weights) < MANY_WEIGHTS:
+        choices.append(_last_nearest)
     if len(problem.weights) >= MANY_WEIGHTS:
         choices.reverse()
     placements: dict[Placement, None] = {}
@@ -121,19 +125,22 @@ def _all_streamed(problem: Problem) -> Iterator[Order]:
 
 
 def _first_fit(problem: Problem) -> Iterator[Order]:
-    yield tuple(range(len(problem.weights))), 0
+    yield tuple(first_fit([min(weight.uses, default=-1) for weight in problem.weights])), 0
 
 
 def _largest_area(problem: Problem) -> Iterator[Order]:
     num_ops = len(problem.op_times_s)
 
-    def area(i: int) -> tuple[float, int]:
-        weight = problem.weights[i]
+    def area(weight: Weight) -> int:
         later = (*weight.uses[1:], *(use + num_ops for use in weight.uses[:1]))
         longest = max(b - a for a, b in zip(weight.uses, later, strict=True)) if later else 0
-        return weight.reserved_bytes * longest, _spread_rank(i, len(problem.weights))
+        return weight.reserved_bytes * longest
 
-    yield tuple(sorted(range(len(problem.weights)), key=area)), 0
+    # Of equal ones neighbours are far apart.
+    count = len(problem.weights)
+    spread_out = sorted(range(count), key=lambda i: _spread_rank(i, count))
+    order = largest_area([area(problem.weights[i]) for i in spread_out])
+    yield tuple(spread_out[place] for place in order), 0
 
 
 def _per_layer(problem: Problem) -> Iterator[Order]:
@@ -197,6 +204,10 @@ def near_intervals(
 
 def _in_order(problem: Problem, streamed: Sequence[int]) -> tuple[int | None, ...] | None:
     return _choose_links(problem, streamed, balanced=False)
+
+
+def _last_nearest(problem: Problem, streamed: Sequence[int]) -> tuple[int | None, ...] | None:
+    return _choose_links(problem, streamed[::-1], balanced=False)
 
 
 def _balanced(problem: Problem, streamed: Sequence[int]) -> tuple[int | None, ...] | None:

@@ -58,8 +58,6 @@ _MEETINGS = 3
 """Times what copies take processors to meet, that parts have to save as well. [Empirical] Eight layers of 1,024 with 32
 rows met for 2.1 ms in 9.5 as measured beforehand, and took 14.6; with 128 rows for 2.3 in 24, and gained 1.24 x."""
 
-_HOPS_SHARE = 0.25
-"""Of the time that is left, for ways in two hops: the solver comes after them. Chosen, not measured."""
 _VAIN_FORMS = 2
 """Of the workload, in which weights have smaller and smaller tiles, that are tried without a better plan."""
 _TILED = 2
@@ -259,7 +257,7 @@ def _choose(
     schedule: Schedule | None = None
     relaxed_s = 0.0
     if strategy == "ilp":
-        schedule, relaxed_s = refine(task, least_arena_bytes, None, time_limit_s=left_s())
+        schedule, relaxed_s = refine(task, least_arena_bytes, None, effort)
     elif strategy is not None:
         schedule = _as_peer(task, strategy)
     # A forced strategy may have nothing that fits a budget which others keep.
@@ -267,11 +265,10 @@ def _choose(
         task, strategies(task), task.arena_limit_bytes, time_limit_s=left_s()
     )
     if strategy is None and has_hops:
-        seconds = _HOPS_SHARE * left_s()
-        schedule = two_hops(task, schedule, mip_gap=effort.mip_gap, time_limit_s=seconds)
+        schedule = two_hops(task, schedule, mip_gap=effort.mip_gap, time_limit_s=left_s())
     if strategy is None:
         try:
-            schedule, relaxed_s = refine(task, least_arena_bytes, schedule, time_limit_s=left_s())
+            schedule, relaxed_s = refine(task, least_arena_bytes, schedule, effort)
         except SolverError as error:
             notes.append(f"planned without the integer program: {error}")
     assert schedule is not None, "a feasible problem has a schedule"
@@ -287,7 +284,12 @@ def _prove(
 ) -> Proof:
     """Return the solver's bound, or the physical limit alone where the solver fails."""
     prove_within = partial(
-        prove, task, time_limit_s=effort.left_s(), mip_gap=effort.mip_gap, relaxed_s=relaxed_s
+        prove,
+        task,
+        time_limit_s=effort.left_s(),
+        mip_gap=effort.mip_gap,
+        relaxed_s=relaxed_s,
+        pivots=effort.pivots,
     )
     try:
         return prove_within(predicted_s)

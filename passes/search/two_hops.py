@@ -1,22 +1,24 @@
 """Two hops: the fastest schedule in which what comes from a drive waits in the memory in between.
 
 Read ahead of what the computing memory has room for, and read once for several uses: both take room in between that
-could as well hold weights for good. So sets of residents, sizes of the arena in between and of the staging region
-are tried together, and the rest of the memory in between is filled with homes, spread evenly. None of these depends
-on the budget of the tier that computes, which only decides what fits; what a bound rules out is not tried.
+could as well hold weights for good. So sets of residents, sizes of the arena in between and of the staging region are
+tried together, and the rest of the memory in between is filled with homes, spread evenly or of what has most uses.
+None of these depends on the budget of the tier that computes, which only decides what fits; what a bound rules out is
+not tried.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, product
 
 from gascompile.passes.bounds.certify import physical_limit, problem_limit
+from gascompile.passes.bounds.occupancy import occupancy
 from gascompile.passes.model.problem import Placement, Problem, StagedCopy
+from gascompile.passes.model.ways import ways_of
 from gascompile.passes.search.hop_schedule import (
     Hop,
     HopCopies,
@@ -25,9 +27,10 @@ from gascompile.passes.search.hop_schedule import (
     hop_copies,
     hop_schedule,
     hops,
+    most_used_at_home,
 )
 from gascompile.passes.search.schedule import Schedule
-from gascompile.passes.search.search import resident_bytes, snap, staging_sizes_of
+from gascompile.passes.search.search import Allowance, resident_bytes, snap, staging_sizes_of
 from gascompile.passes.search.strategies import (
     MANY_WEIGHTS,
     REACHES,
@@ -59,42 +62,55 @@ def two_hops(
         mip_gap: nothing is tried where no such schedule gains as large a share.
         time_limit_s: seconds after which a schedule is not improved further.
     """
-    deadline_s = time.perf_counter() + time_limit_s
+    effort = Allowance(time_limit_s, _MOST_WORK)
     for hop in hops(problem):
-        if not _may_gain(problem, hop, best, mip_gap):
+        if not _may_gain(problem, hop, best, mip_gap, time_limit_s):
             continue
         is_large = best is not None and len(problem.weights) >= MANY_WEIGHTS
         if is_large and best is not None:
             # Of many weights a look around the best schedule tells whether more is worth the time.
             residents = frozenset(w for w, x in enumerate(best.placement.link_of) if x is None)
-            found, _ = _staged(problem, hop, residents, best.placement.strategy, best, few=True)
+            strategy = best.placement.strategy
+            found = _staged(problem, hop, residents, strategy, best, effort, few=True)
             if found is best:
                 continue
             best = found
-        work = vain = 0
+        vain = 0
         for bound_s, residents, strategy in _sets(problem):
             known_s = best.seconds if best is not None else math.inf
-            over = work >= _MOST_WORK or time.perf_counter() > deadline_s
-            if bound_s >= known_s * (1 - _ROUNDING) or (best is not None and over):
+            if bound_s >= known_s * (1 - _ROUNDING) or (best is not None and effort.over):
                 break
             if is_large and vain >= _PATIENCE:
                 break
-            better, taken = _staged(problem, hop, residents, strategy, best, few=is_large)
-            work += taken
+            better = _staged(problem, hop, residents, strategy, best, effort, few=is_large)
             vain = 0 if better is not best else vain + 1
             best = better
     return best
 
 
-def _may_gain(problem: Problem, hop: Hop, best: Schedule | None, mip_gap: float) -> bool:
+def _may_gain(
+    problem: Problem, hop: Hop, best: Schedule | None, mip_gap: float, time_limit_s: float
+) -> bool:
     """Return whether a schedule in two hops may be faster by a share of ``mip_gap``."""
-    weights = [weight for weight in problem.weights if weight.uses]
-    streamed_bytes = sum(weight.size_bytes for weight in weights)
-    room_bytes = problem.room_bytes[hop.place]
-    if streamed_bytes <= room_bytes:
-        # All of it is at home in between, whole and for good.
+    feed = problem.machine.links[hop.feed]
+    choices = [
+        ways
+        for ways in ways_of(problem)
+        if any(way.feed == feed and way.position == hop.push for way in ways)
+    ]
+    if not choices or best is None:
+        return bool(choices)
+    enough_s = best.seconds * (1 - mip_gap)
+    if problem_limit(problem)[0] >= enough_s:
         return False
-    return best is None or problem_limit(problem)[0] < best.seconds * (1 - mip_gap)
+    bound_s = occupancy(
+        problem,
+        problem.arena_limit_bytes,
+        enough_s=enough_s,
+        time_limit_s=time_limit_s,
+        choices=choices,
+    )
+    return bound_s < enough_s
 
 
 def _sets(problem: Problem) -> list[tuple[float, frozenset[int], str]]:
@@ -124,30 +140,32 @@ def _staged(
     residents: frozenset[int],
     strategy: str,
     best: Schedule | None,
+    effort: Allowance,
     *,
     few: bool,
-) -> tuple[Schedule | None, int]:
-    """Return the faster of ``best`` and the schedules with a set of residents, and the copies that were placed.
+) -> Schedule | None:
+    """Return the faster of ``best`` and the schedules with a set of residents.
 
     Args:
+        effort: of the search; takes the copies that are placed.
         few: try few sizes.
 
     The others are those of ``two_hops``.
     """
     room_bytes = problem.room_bytes[hop.place]
-    work = 0
     for middle_bytes in _middle_sizes(problem, residents)[:: 2 if few else 1]:
         if middle_bytes > room_bytes:
             break
         held_bytes = room_bytes - middle_bytes
-        placement = homes_of(problem, residents, hop, held_bytes, strategy=strategy)
-        if placement is None or hop.home not in placement.link_of:
-            continue
-        for kept in _kept(problem, residents):
-            staying = replace(placement, kept=kept)
-            best, taken = _placed(problem, hop, staying, middle_bytes, best, few=few)
-            work += taken
-    return best, work
+        homes = [
+            choose(problem, residents, hop, held_bytes, strategy=strategy)
+            for choose in (homes_of, most_used_at_home)
+        ]
+        for placement, kept in product(dict.fromkeys(homes), _kept(problem, residents)):
+            if placement is not None and hop.home in placement.link_of:
+                staying = replace(placement, kept=kept)
+                best = _placed(problem, hop, staying, middle_bytes, best, effort, few=few)
+    return best
 
 
 def staged_hops(
@@ -156,7 +174,8 @@ def staged_hops(
     """Return the faster of ``best`` and a placement's schedules in two hops over ``place``, with an arena of a size."""
     for hop in hops(problem):
         if hop.place == place and hop.home in placement.link_of:
-            best, _ = _placed(problem, hop, placement, middle_bytes, best, few=False)
+            endless = Allowance(math.inf)
+            best = _placed(problem, hop, placement, middle_bytes, best, endless, few=False)
     return best
 
 
@@ -166,19 +185,19 @@ def _placed(
     placement: Placement,
     middle_bytes: int,
     best: Schedule | None,
+    effort: Allowance,
     *,
     few: bool,
-) -> tuple[Schedule | None, int]:
-    """Return the faster of ``best`` and the schedules of a placement, and the copies that were placed."""
+) -> Schedule | None:
+    """Return the faster of ``best`` and the schedules of a placement."""
     residents = [w for w, link in enumerate(placement.link_of) if link is None]
     kept_bytes = resident_bytes(problem, residents)
-    work = 0
     for made in _copies(problem, placement, hop):
         bound_s = hop_bound_s(problem, made)
         for staging_bytes in _staging_sizes(problem, made, kept_bytes, few=few):
-            if best is not None and bound_s >= best.seconds * (1 - _ROUNDING):
+            if best is not None and (bound_s >= best.seconds * (1 - _ROUNDING) or effort.over):
                 break
-            work += len(made.copies) + len(made.fetched)
+            effort.work += len(made.copies) + len(made.fetched)
             staged = hop_schedule(
                 problem,
                 placement,
@@ -189,7 +208,7 @@ def _placed(
                 middle_bytes=middle_bytes,
             )
             best = _faster(best, staged, bound_s)
-    return best, work
+    return best
 
 
 def _faster(best: Schedule | None, staged: Schedule | None, bound_s: float) -> Schedule | None:

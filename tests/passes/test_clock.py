@@ -25,8 +25,10 @@ from gascompile.passes.search import place, search
 from gascompile.passes.search.schedule import schedule
 from gascompile.passes.search.strategies import strategies
 from gascompile.passes.verify.walk import verify
+from tests.hop_plans import on_gpu
 from tests.passes.planning import UNIT, cpu_machine, gpu_machine, weight, workload
 from tests.passes.random_workloads import Case, cases
+from tests.runtime.devices.machines import accelerator
 from tests.scale import SCALE
 
 SLOT = reserve_bytes(UNIT)
@@ -193,3 +195,24 @@ def test_a_busy_machine_plans_the_same_training_step(need: float) -> None:
     limits = {tier: spec.size_bytes for tier, spec in machine.tiers.items()}
     case = Case(seed=0, workload=task, machine=machine, limits_bytes=limits)
     assert_equal_however_slow(case)
+
+
+@pytest.mark.parametrize("letters", ["abcdef", "abababcdcdcdefefef", "abcdefghcdab"])
+def test_a_busy_machine_finds_the_same_ways_in_two_hops(letters: str) -> None:
+    """Whatever takes most of the time that there is, no search gets less of it than it counts."""
+    task = on_gpu(workload(list(letters), seconds=1e-3))
+    budget = Budget(gpu=2 * SLOT, cpu=3 * SLOT)
+    machine = accelerator(up=240e6, down=240e6, nvme=60e6, latency_s=1e-4)
+    time_limit_s, share, reads = 20.0, 0.9, count()
+
+    def plan_with(tick_s: float) -> Plan:
+        ticks = count()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("time.perf_counter", lambda: next(reads) * 0 + next(ticks) * tick_s)
+            return make_plan(task, machine, budget, fingerprint={}, time_limit_s=time_limit_s)
+
+    quick = plan_with(0.0)
+    slow = plan_with(share * time_limit_s / next(reads))
+    assert quick.steps == slow.steps
+    assert quick.certificate.lower_bound_s == slow.certificate.lower_bound_s
+    assert quick.certificate.status == slow.certificate.status

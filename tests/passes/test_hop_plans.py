@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain, combinations, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,16 +18,10 @@ from gascompile.core.steps import Compute, Evict, Fetch, Prefetch, Step, Wait
 from gascompile.core.workload import PERSISTENT, Workload
 from gascompile.cost_models.simulate.replay import replay_plan
 from gascompile.cost_models.simulate.trace import trace
-from gascompile.passes.bounds.least_time import least_time
-from gascompile.passes.bounds.occupancy import occupancy
 from gascompile.passes.explain.whatif import whatif
-from gascompile.passes.model.problem import Placement, Problem, problem
 from gascompile.passes.plan.make_plan import make_plan
-from gascompile.passes.search.hop_schedule import hop_copies, hop_schedule, hops
-from gascompile.passes.search.place import place
-from gascompile.passes.search.search import resident_bytes, staging_sizes_of
 from gascompile.passes.verify.walk import verify
-from tests.hop_plans import REACHES, hop_plan, on_gpu
+from tests.hop_plans import hop_plan, on_gpu
 from tests.passes.planning import PAGE, least_budget, workload, workloads
 from tests.passes.step_interpreter import Simulated, simulate
 from tests.runtime.devices.machines import accelerator
@@ -182,72 +175,6 @@ def test_a_weight_of_several_uses_is_read_once() -> None:
     assert plan.link_bytes["cpu->gpu"] > 2 * plan.link_bytes["nvme->cpu"]
     assert direct.link_bytes["nvme->gpu"] == 9 * 99 * PAGE
     assert plan.certificate.predicted_s < 0.8 * direct.certificate.predicted_s
-
-
-# ---------------------------------------------------------------- what nothing beats
-
-
-def placements(task: Problem) -> Iterator[Placement]:
-    """Yield every choice of residents, and of homes for all others."""
-    (hop,) = hops(task)
-    weights = range(len(task.weights))
-    subsets = chain.from_iterable(combinations(weights, k) for k in range(len(weights) + 1))
-    for residents in subsets:
-        others = [w for w in weights if w not in residents]
-        for k in range(len(others) + 1):
-            for held in combinations(others, k):
-                link_of: list[int | None] = [
-                    None if w in residents else hop.push if w in held else hop.home for w in weights
-                ]
-                yield Placement(strategy="every", link_of=tuple(link_of))
-
-
-@settings(max_examples=10 * SCALE)
-@given(workloads(max_weights=4, max_ops=5), st.floats(0, 0.6), st.floats(0.2, 0.8))
-def test_no_way_in_two_hops_beats_the_bounds(task: Workload, share: float, cpu: float) -> None:
-    task = on_gpu(task)
-    least, whole = least_budget(task, MACHINE), sum(t.size_bytes for t in task.tensors)
-    budget = Budget(gpu=least + int(share * whole), cpu=small_cpu(task, cpu))
-    asked = problem(task, MACHINE, budget)
-    if not asked.weights or not hops(asked):
-        return
-    best_s = math.inf
-    (hop,) = hops(asked)
-    for placement in placements(asked):
-        link_of = placement.link_of
-        held = sum(
-            w.size_bytes for w, x in zip(asked.weights, link_of, strict=True) if x == hop.push
-        )
-        if held > asked.room_bytes["cpu"]:
-            continue
-        residents = [w for w, link in enumerate(link_of) if link is None]
-        taken = resident_bytes(asked, residents)
-        for reach in REACHES:
-            made = hop_copies(asked, placement, hop, reach)
-            for staging in staging_sizes_of(asked, made.copies):
-                for middle in staging_sizes_of(asked, made.fetched):
-                    fits = held + middle <= asked.room_bytes["cpu"]
-                    if not fits or taken + staging > asked.arena_limit_bytes:
-                        continue
-                    found = hop_schedule(
-                        asked,
-                        placement,
-                        hop,
-                        made,
-                        resident_bytes=taken,
-                        staging_bytes=staging,
-                        middle_bytes=middle,
-                    )
-                    best_s = min(best_s, found.seconds if found is not None else math.inf)
-    most_s = best_s * (1 + 1e-6)
-    assert least_time(task, MACHINE, asked.limits_bytes)[0] <= most_s
-    arena = asked.arena_limit_bytes
-    assert occupancy(asked, arena, enough_s=math.inf, time_limit_s=20) <= most_s
-    for relaxed in (True, False):
-        solved = place(asked, arena, time_limit_s=20, mip_gap=0.0, relaxed=relaxed, has_hops=True)
-        assert solved.bound_s <= most_s
-    certificate = make_plan(task, MACHINE, budget, fingerprint={}).certificate
-    assert certificate.lower_bound_s <= most_s
 
 
 # ---------------------------------------------------------------- what is refused

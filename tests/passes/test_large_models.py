@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from unittest.mock import Mock
+
 import pytest
 
 from gascompile.core.budget import Budget
@@ -10,6 +13,7 @@ from gascompile.core.plan import SolverStatus
 from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
 from gascompile.passes.model.problem import problem
 from gascompile.passes.plan.make_plan import make_plan
+from gascompile.passes.search import stream, two_hops
 from gascompile.passes.search.spread import spread
 from gascompile.passes.verify.walk import verify
 from tests.passes.planning import UNIT, gpu_machine, weight, workload
@@ -19,8 +23,8 @@ RATE = 3.35e12
 """Bytes of a weight that an op reads per second."""
 
 
-def machine() -> Machine:
-    """Return a GPU, RAM at 63 GB/s and a drive at 14 GB/s that share the way in."""
+def machine(*, has_hops: bool = False) -> Machine:
+    """Return a GPU, RAM at 63 GB/s and a drive at 14 GB/s that share the way in, and one from drive to RAM."""
     links = tuple(
         Link(
             source_tier=source,
@@ -31,11 +35,16 @@ def machine() -> Machine:
         )
         for source, rate, latency_s in (("cpu", 63e9, 1e-6), ("nvme", 14e9, 1e-5))
     )
+    pipes = [Pipe(name="gpu-in", bandwidth_bytes_per_s=63e9)]
+    if has_hops:
+        direct = replace(links[1], shared=("gpu-in", "drive"))
+        links = (links[0], direct, replace(direct, target_tier="cpu", shared=("drive",)))
+        pipes.append(Pipe(name="drive", bandwidth_bytes_per_s=14e9))
     return Machine(
         name="small",
         places=tuple(Place.named(name, 1 << 40) for name in ("gpu", "cpu", "nvme")),
         links=links,
-        pipes=(Pipe(name="gpu-in", bandwidth_bytes_per_s=63e9),),
+        pipes=tuple(pipes),
     )
 
 
@@ -68,11 +77,19 @@ def llama(num_layers: int) -> Workload:
     return Workload(name="llama", repeats=True, tensors=tuple(tensors), ops=tuple(ops))
 
 
-def test_eighty_layers_are_planned_within_a_percent() -> None:
+@pytest.mark.parametrize("has_hops", [False, True])
+def test_eighty_layers_are_planned_within_a_percent(
+    has_hops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     task = llama(80)
     total = sum(tensor.size_bytes for tensor in task.tensors)
     budget = Budget(gpu=total // 5, cpu=total // 2)
-    plan = make_plan(task, machine(), budget, fingerprint={})
+    # The drive is never idle: what comes in two hops is not even sought, and no other form is planned.
+    monkeypatch.setattr(two_hops, "hop_schedule", None)
+    sought = Mock(wraps=two_hops.two_hops)
+    monkeypatch.setattr(stream, "two_hops", sought)
+    plan = make_plan(task, machine(has_hops=has_hops), budget, fingerprint={})
+    assert sought.call_count == 1
     assert plan.certificate.status is SolverStatus.OPTIMAL
     assert plan.certificate.gap <= 0.01
     assert plan.peak_bytes["gpu"] <= total // 5
