@@ -2,12 +2,12 @@
 
 Every rank plans the same few divisions for its own rows and budget, and all take the one whose slowest rank is the
 fastest, with gradients summed beside ops or not: of two ranks of which one waits where the other goes on, both wait.
-Where whole parameters cost a step no more than its ops take, nothing else is planned.
+Which are planned hangs on the parameters alone, so that more memory is never a slower step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -30,6 +30,7 @@ Compare = Callable[[str, bytes, Sequence[int]], list[list[int]]]
 STAGES: tuple[Stage, ...] = ("kept", "again")
 _WHAT = "which parameters are divided"
 _ELEMENT_BYTES = 4  # of float32
+_SAME = 1e-3  # of a step: seconds of two plans differ by so much where neither is better
 forced: Callable[[Mapping[str, int]], Stages] | None = None
 """Takes the place of the choice, for tests: returns a division by the elements of what can be divided."""
 
@@ -41,16 +42,14 @@ class DivisionTrial:
     stages: Stages
     time_s: float | None
     """Of the slowest rank's step; ``None`` where a rank's budget is too small."""
-    ops_s: float = 0.0
-    """What the slowest rank's ops and exchanges take, without moves."""
     beside: bool = False
     """Gradients are summed beside ops."""
 
-    def is_faster(self, other: DivisionTrial, gap: float) -> bool:
-        """Return whether it beats another by more than ``gap``, to which both are known."""
+    def is_faster(self, other: DivisionTrial) -> bool:
+        """Return whether it beats another by more than the seconds of two equal steps may differ by."""
         if self.time_s is None or other.time_s is None:
             return self.time_s is not None
-        return self.time_s < other.time_s * (1 - gap)
+        return self.time_s < other.time_s * (1 - _SAME)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +91,6 @@ def divide(
     compare: Compare,
     *,
     keep: Callable[[CachedPlan, PlannedStep], object],
-    gap: float,
     gains: Callable[[PlannedStep], bool] = lambda _: False,
 ) -> tuple[CachedPlan, PlannedStep, RankDivision]:
     """Return this rank's step under the division that all ranks choose.
@@ -102,14 +100,13 @@ def divide(
         sizes: elements of the parameters that can be divided, the same on all ranks.
         compare: with the other ranks.
         keep: keeps the plan of a division that is not chosen, which the next job asks for again.
-        gap: to which the seconds of plans are known.
         gains: whether a step may become faster where gradients are summed beside ops.
 
     Raises:
         InfeasiblePlanError: this rank's budget is too small, whatever is divided.
         RankError: another rank's is, or it has failed.
     """
-    search = _Search(attempt, compare, gains, gap)
+    search = _Search(attempt, compare, gains)
     whole, best = search.run(sizes)
     place, step = search.made(best)
     for trial, made in search.tried:
@@ -122,25 +119,19 @@ def divide(
 
 class _Search:
     def __init__(
-        self, attempt: Attempt, compare: Compare, gains: Callable[[PlannedStep], bool], gap: float
+        self, attempt: Attempt, compare: Compare, gains: Callable[[PlannedStep], bool]
     ) -> None:
-        self._attempt, self._compare, self._gains, self._gap = attempt, compare, gains, gap
+        self._attempt, self._compare, self._gains = attempt, compare, gains
         self.tried: list[tuple[DivisionTrial, Made | None]] = []
         """Divisions, and this rank's steps where its budget has room for them."""
         self._errors: list[InfeasiblePlanError] = []
 
     def run(self, sizes: Mapping[str, int]) -> tuple[DivisionTrial, DivisionTrial]:
         """Return what came of whole parameters, and the best that was found."""
-        names = sorted(sizes, key=lambda name: (-sizes[name], name))
         whole = best = self._tried({} if forced is None else forced(sizes))
-        is_bound = whole.time_s is not None and whole.time_s * (1 - self._gap) <= whole.ops_s
-        if forced is not None or is_bound or not names:
-            return whole, best
-        for stage in STAGES:
-            best = self._better(best, dict.fromkeys(names, stage))
-        if best.stages and len(names) > 1:
-            half = _larger_half(names, sizes)
-            best = self._better(best, dict.fromkeys(half, best.stages[names[0]]))
+        for stages in _divisions(sizes) if forced is None else ():
+            trial = self._tried(stages)
+            best = trial if trial.is_faster(best) else best
         return whole, best
 
     def made(self, best: DivisionTrial) -> Made:
@@ -159,39 +150,40 @@ class _Search:
             raise AssertionError("no rank has said that its budget is too small")
         return made
 
-    def _better(self, best: DivisionTrial, stages: Stages) -> DivisionTrial:
-        trial = self._tried(stages)
-        return trial if trial.is_faster(best, self._gap) else best
-
     def _tried(self, stages: Stages) -> DivisionTrial:
         """Plan a division on all ranks; once more beside ops, where that may gain a rank something."""
         trial, gains = self._planned(stages, beside=False)
         if trial.time_s is None or not gains:
             return trial
         other, _ = self._planned(stages, beside=True)
-        return other if other.is_faster(trial, self._gap) else trial
+        return other if other.is_faster(trial) else trial
 
     def _planned(self, stages: Stages, *, beside: bool) -> tuple[DivisionTrial, bool]:
-        made, own = None, [0, 0, 0]
+        made, own = None, [0, 0]
         try:
             made = self._attempt(stages, beside)
-            plan = made[1].plan
-            seconds = plan.certificate.predicted_s, sum(op.time_s for op in plan.ops)
-            own = [int(time_s / MICROSECOND) + 1 for time_s in seconds]
-            own.append(int(not beside and self._gains(made[1])))
+            time_s = made[1].plan.certificate.predicted_s
+            own = [int(time_s / MICROSECOND) + 1, int(not beside and self._gains(made[1]))]
         except InfeasiblePlanError as error:
             self._errors.append(error)
         facts = serial.digest([sorted(stages.items()), beside]).encode()
-        times, ops, gains = zip(*self._compare(_WHAT, facts, own), strict=True)
-        time_s = max(times) * MICROSECOND if min(times) else None
-        ops_s = max(ops) * MICROSECOND
-        trial = DivisionTrial(stages=stages, time_s=time_s, ops_s=ops_s, beside=beside)
+        times, gains = zip(*self._compare(_WHAT, facts, own), strict=True)
+        slowest_s = max(times) * MICROSECOND if min(times) else None
+        trial = DivisionTrial(stages=stages, time_s=slowest_s, beside=beside)
         self.tried.append((trial, made))
         return trial, any(gains)
+
+
+def _divisions(sizes: Mapping[str, int]) -> Iterator[Stages]:
+    """Yield divisions of all that can be divided, and of the larger half of it, gathered in either way."""
+    names = sorted(sizes, key=lambda name: (-sizes[name], name))
+    for some in (names, _larger_half(names, sizes)):
+        for stage in STAGES if some else ():
+            yield dict.fromkeys(some, stage)
 
 
 def _larger_half(names: Sequence[str], sizes: Mapping[str, int]) -> list[str]:
     """Return the first of ``names``, the largest, that have half of all elements, and not all of them."""
     sums = list(accumulate(sizes[name] for name in names))
-    count = next(number for number, size in enumerate(sums, 1) if 2 * size >= sums[-1])
+    count = next((number for number, size in enumerate(sums, 1) if 2 * size >= sums[-1]), 0)
     return list(names[: min(count, len(names) - 1)])

@@ -26,6 +26,7 @@ from gascompile.core.errors import (
 )
 from gascompile.core.ranks import MICROSECOND
 from gascompile.core.reports import RunReport
+from gascompile.cost_models.measure.host import works_with
 from gascompile.distributed.balance import Balance
 from gascompile.distributed.clocks import RankClock, clock_of
 from gascompile.distributed.finding import find_ranks
@@ -255,7 +256,7 @@ class RankStep:
         """Return this rank's step under the division that all ranks choose, and that; see ``division.divide``."""
         ladder = self.ladder
         gains = partial(gains_beside_ops, busy=ladder.busy, late=ladder.late, gap=gap)
-        division = divide(attempt, sizes, self._ranks.compare, keep=keep, gap=gap, gains=gains)
+        division = divide(attempt, sizes, self._ranks.compare, keep=keep, gains=gains)
         self.division = division[2]
         _log.info("%s", self.division)
         return division[0], division[1], self.division.chosen
@@ -376,4 +377,6 @@ def ranks_for(
         raise UnsupportedOpError(
             f"{option} is for one process, and torchrun has started several; leave it out, or run one"
         )
+    if ranks is not None:
+        works_with(ranks.processes)
     return ranks

@@ -80,6 +80,8 @@ class StepPlanner(StagePlanner):
         """Values that were taken over, from the first unit on."""
         self._waiting: tuple[object, tuple[StepProgram, Rules, Joint, Plan]] | None = None
         """What was planned last whose sums wait for other ranks, until all have chosen."""
+        self._traced_once: tuple[object, Joint] | None = None
+        """The trace of the first step, until all have chosen."""
         self._reserved_bytes = self.transfer_bytes if machine.compute_tier == HOST else 0
         # What stands for the memory of an emulated device is the host's, too.
         self._in_ram = machine.compute_backend != "cuda"
@@ -104,7 +106,7 @@ class StepPlanner(StagePlanner):
         sizes, gap = self._divisible(storages), self._config.mip_gap
         place, made, best = self.ranks.divided(attempt, sizes, self._keep_aside, gap)
         self._settings = replace(self._settings, stages=best.stages, beside=best.beside)
-        self._waiting = None
+        self._waiting = self._traced_once = None
         return place, made
 
     def _divisible(self, storages: Storages) -> dict[str, int]:
@@ -181,10 +183,8 @@ class StepPlanner(StagePlanner):
         kept = place.captured()  # Outside, as where plans are compared.
 
         def captured() -> tuple[StepProgram, Rules, Joint, NewJoint | None]:
-            capture = partial(self._captured, batch, options, storages)
+            capture = partial(self._drawing, batch, options, storages)
             joint, new = joint_of(place, kept, self._model, capture)
-            if options.layout is not None and not options.calls:
-                self._draw_by_rows(joint, batch, storages, options)
             trained = list(joint.gradients) if options.trains else []
             rules = rules_of(self.optimizer, joint.tensors, storages, trained, self._settings)
             made = step_program(joint, rules, name=name, options=options)
@@ -221,14 +221,25 @@ class StepPlanner(StagePlanner):
         kind = {"trains": options.trains, "calls": options.calls}
         return capture_joint(self._model, self._traced(options), batch, storages, **kind)
 
-    def _draw_by_rows(
-        self, joint: Joint, batch: Any, storages: Storages, options: StepOptions
-    ) -> None:
-        """Let a step of several ranks draw what one process draws; a batch of another size shows where rows are."""
-        assert options.layout is not None, "there are several ranks"
+    def _drawing(self, batch: Any, options: StepOptions, storages: Storages) -> Joint:
+        """Return a trace; of several ranks one that draws what one process draws, made once for all divisions.
+
+        A batch of another size shows where rows are.
+        """
+        from gascompile.training.kept_joints import copied
+
+        what = id(batch), options
+        if self._traced_once is not None and self._traced_once[0] == what:
+            return copied(self._traced_once[1])
+        joint = self._captured(batch, options, storages)
+        if options.layout is None or options.calls:
+            return joint
         if draws_of(joint.graph_module.graph):
             more = self._captured(with_a_row_more(batch), options, storages)
             draw_by_rows(joint, more, options.layout.size)
+        if self.states is None:
+            self._traced_once = what, copied(joint)
+        return joint
 
     def _beside_ops(
         self, program: StepProgram, plan: Plan, prints: Mapping[str, str]
