@@ -2,18 +2,21 @@
 
 Every rank plans the same few divisions for its own rows and budget, and all take the one whose slowest rank is the
 fastest, with gradients summed beside ops or not: of two ranks of which one waits where the other goes on, both wait.
-Which are planned hangs on the parameters alone, so that more memory is never a slower step.
+Which are planned hangs on the parameters alone, so that more memory is never a slower step. The choice is kept: the
+next job of the same ranks asks for its plan alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 
 from gascompile.bundles.reuse import CachedPlan
 from gascompile.core import serial
-from gascompile.core.errors import InfeasiblePlanError
+from gascompile.core.errors import FormatError, InfeasiblePlanError, StorageError
 from gascompile.core.ranks import MICROSECOND
 from gascompile.core.sizes import format_size
 from gascompile.training.optimizers.slots import Stage
@@ -30,6 +33,7 @@ Compare = Callable[[str, bytes, Sequence[int]], list[list[int]]]
 STAGES: tuple[Stage, ...] = ("kept", "again")
 _WHAT = "which parameters are divided"
 _ELEMENT_BYTES = 4  # of float32
+_DIGITS = 15  # of a digest, which are compared as a number
 _SAME = 1e-3  # of a step: seconds of two plans differ by so much where neither is better
 forced: Callable[[Mapping[str, int]], Stages] | None = None
 """Takes the place of the choice, for tests: returns a division by the elements of what can be divided."""
@@ -90,7 +94,7 @@ def divide(
     sizes: Mapping[str, int],
     compare: Compare,
     *,
-    keep: Callable[[CachedPlan, PlannedStep], object],
+    path: Path,
     gains: Callable[[PlannedStep], bool] = lambda _: False,
 ) -> tuple[CachedPlan, PlannedStep, RankDivision]:
     """Return this rank's step under the division that all ranks choose.
@@ -99,22 +103,35 @@ def divide(
         attempt: plans a step.
         sizes: elements of the parameters that can be divided, the same on all ranks.
         compare: with the other ranks.
-        keep: keeps the plan of a division that is not chosen, which the next job asks for again.
+        path: where the choice is kept, of all that a plan of this rank depends on.
         gains: whether a step may become faster where gradients are summed beside ops.
 
     Raises:
         InfeasiblePlanError: this rank's budget is too small, whatever is divided.
         RankError: another rank's is, or it has failed.
     """
+    kept = _kept(path) if forced is None else None
+    number = int(serial.digest(kept)[:_DIGITS], 16) if kept is not None else -1
+    told = compare("which division was chosen before", b"", [number])
+    if kept is not None and all(row == [number] for row in told):
+        return (*attempt(kept.chosen.stages, kept.chosen.beside), kept)
     search = _Search(attempt, compare, gains)
     whole, best = search.run(sizes)
     place, step = search.made(best)
-    for trial, made in search.tried:
-        if trial is not best and made is not None:
-            keep(*made)
-    num_tried = sum(not trial.beside for trial, _ in search.tried) - 1
+    num_tried = sum(not trial.beside for trial in search.trials) - 1
     division = RankDivision(chosen=best, whole=whole, sizes=sizes, num_tried=num_tried)
+    if forced is None:
+        # Without a place to keep it, the next job chooses again.
+        with contextlib.suppress(StorageError):
+            serial.write_atomic(path, serial.dumps(division))
     return place, step, division
+
+
+def _kept(path: Path) -> RankDivision | None:
+    with contextlib.suppress(OSError, FormatError):
+        raw = path.read_bytes()
+        return serial.from_json(RankDivision, serial.parse_json(raw, where=str(path)))
+    return None
 
 
 class _Search:
@@ -122,8 +139,9 @@ class _Search:
         self, attempt: Attempt, compare: Compare, gains: Callable[[PlannedStep], bool]
     ) -> None:
         self._attempt, self._compare, self._gains = attempt, compare, gains
-        self.tried: list[tuple[DivisionTrial, Made | None]] = []
-        """Divisions, and this rank's steps where its budget has room for them."""
+        self.trials: list[DivisionTrial] = []
+        self._steps: list[Made | None] = []
+        """This rank's steps, where its budget has room for them."""
         self._errors: list[InfeasiblePlanError] = []
 
     def run(self, sizes: Mapping[str, int]) -> tuple[DivisionTrial, DivisionTrial]:
@@ -141,7 +159,7 @@ class _Search:
             InfeasiblePlanError: this rank's budget is too small, whatever is divided.
             RankError: another rank's is.
         """
-        made = next(made for trial, made in self.tried if trial is best)
+        made = next(m for t, m in zip(self.trials, self._steps, strict=True) if t is best)
         if best.time_s is None or made is None:
             if self._errors:
                 raise min(self._errors, key=lambda error: error.required_bytes)
@@ -170,7 +188,8 @@ class _Search:
         times, gains = zip(*self._compare(_WHAT, facts, own), strict=True)
         slowest_s = max(times) * MICROSECOND if min(times) else None
         trial = DivisionTrial(stages=stages, time_s=slowest_s, beside=beside)
-        self.tried.append((trial, made))
+        self.trials.append(trial)
+        self._steps.append(made)
         return trial, any(gains)
 
 

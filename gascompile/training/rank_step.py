@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -251,12 +251,12 @@ class RankStep:
         return self._runs.of_all
 
     def divided(
-        self, attempt: Attempt, sizes: Mapping[str, int], keep: Callable[..., object], gap: float
+        self, attempt: Attempt, sizes: Mapping[str, int], path: Path, gap: float
     ) -> tuple[CachedPlan, PlannedStep, DivisionTrial]:
         """Return this rank's step under the division that all ranks choose, and that; see ``division.divide``."""
         ladder = self.ladder
         gains = partial(gains_beside_ops, busy=ladder.busy, late=ladder.late, gap=gap)
-        division = divide(attempt, sizes, self._ranks.compare, keep=keep, gains=gains)
+        division = divide(attempt, sizes, self._ranks.compare, path=path, gains=gains)
         self.division = division[2]
         _log.info("%s", self.division)
         return division[0], division[1], self.division.chosen

@@ -11,6 +11,7 @@ from gascompile.bundles import plan_cache
 from gascompile.bundles.bundle import Bundle
 from gascompile.bundles.reuse import CachedPlan
 from gascompile.codegen.allocator_library import page_memory
+from gascompile.core import serial
 from gascompile.core.collection import no_collection
 from gascompile.core.errors import (
     BudgetExceededError,
@@ -44,7 +45,6 @@ from gascompile.training.step_cache import (
     bound_step,
     bundle_of,
     divisible,
-    keep,
     place_of_step,
     rules_of,
 )
@@ -103,8 +103,11 @@ class StepPlanner(StagePlanner):
         attempt = partial(self._made, name, batch, options, storages)
         if self.ranks is None or self.states is not None:
             return attempt(self._settings.stages, self._settings.beside)
-        sizes, gap = self._divisible(storages), self._config.mip_gap
-        place, made, best = self.ranks.divided(attempt, sizes, self._keep_aside, gap)
+        sizes, config = self._divisible(storages), self._config
+        # Of all that any plan of this rank depends on, and of what it is compared with.
+        all_of = serial.digest([self._place(batch, options, storages).prints, config.mip_gap])
+        path = config.cache_dir / "ranks" / f"division-{all_of[:32]}.json"
+        place, made, best = self.ranks.divided(attempt, sizes, path, config.mip_gap)
         self._settings = replace(self._settings, stages=best.stages, beside=best.beside)
         self._waiting = self._traced_once = None
         return place, made
@@ -114,11 +117,6 @@ class StepPlanner(StagePlanner):
         sizes = with_shapes(None, storages, look)
         files = sizes if self._values is None else self._values.sources
         return {name: size for name, size in sizes.items() if name in files}
-
-    def _keep_aside(self, place: CachedPlan, made: PlannedStep) -> None:
-        # Kernels are made for what runs alone, and a plan is kept with its own.
-        if made.record is not None and self._config.fuse == "off":
-            keep(place, made, made.record)
 
     def _made(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -25,10 +26,11 @@ def _chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 class Job:
     """Two ranks, of which the first one asks."""
 
-    def __init__(self, own: Times, other: Times) -> None:
-        self.own, self.other = own, other
+    def __init__(self, own: Times, other: Times, path: Path = Path("/dev/null/division")) -> None:
+        self.own, self.other, self.path = own, other, path
         self.tried: list[dict[str, str]] = []
-        self.kept: list[dict[str, str]] = []
+        self.other_knows = True
+        """The same that the first rank knows of an earlier job."""
         self.saved_s: tuple[float, float] = 0.0, 0.0
         """By each rank, where gradients are summed beside ops."""
         self.is_beside = False
@@ -47,6 +49,8 @@ class Job:
     def compare(self, what: str, facts: bytes, numbers: Sequence[int]) -> list[list[int]]:
         if not numbers:
             raise RankError("rank 1 has failed", rank=1)
+        if "before" in what:
+            return [list(numbers), list(numbers) if self.other_knows else [-1]]
         time_s = self.other(self.tried[-1])
         if time_s is None:
             return [list(numbers), [0, 0]]
@@ -55,12 +59,11 @@ class Job:
         return [list(numbers), [round(time_s * 1e6), gains]]
 
     def divide(self) -> division.RankDivision:
-        keep = lambda place, _: self.kept.append(place)  # noqa: E731
         made: Any = division.divide(
             self.attempt,
             SIZES,
             self.compare,
-            keep=keep,
+            path=self.path,
             gains=lambda _: self.saved_s[0] > 0,
         )
         place, _, found = made
@@ -109,7 +112,28 @@ def test_the_slowest_rank_decides(*, is_first: bool) -> None:
     assert found.chosen.stages == dict.fromkeys(SIZES, "again")
     assert (found.chosen.time_s, found.whole.time_s) == pytest.approx((1.5, 3.0), rel=1e-5)
     assert job.tried == TRIED
-    assert job.kept == [stages for stages in TRIED if stages != dict.fromkeys(SIZES, "again")]
+
+
+@pytest.mark.parametrize("other_knows", [True, False])
+def test_the_next_job_plans_what_all_ranks_have_chosen_alone(
+    tmp_path: Path, *, other_knows: bool
+) -> None:
+    times = at(3.0, 2.0, 1.5, 1.7)
+    found = Job(times, times, tmp_path / "ranks" / "division").divide()
+    job = Job(times, times, tmp_path / "ranks" / "division")
+    job.other_knows = other_knows
+    assert job.divide() == found
+    assert job.tried == ([dict.fromkeys(SIZES, "again")] if other_knows else TRIED)
+    assert str(found).startswith("each rank keeps a part of 3 parameters")
+
+
+def test_a_choice_that_was_kept_badly_is_made_again(tmp_path: Path) -> None:
+    times, path = at(3.0, 2.0, 1.5, 1.7), tmp_path / "division"
+    Job(times, times, path).divide()
+    path.write_text(path.read_text()[:-9])
+    job = Job(times, times, path)
+    job.divide()
+    assert job.tried == TRIED
 
 
 def test_what_one_rank_has_no_budget_for_is_none_of_the_others() -> None:
