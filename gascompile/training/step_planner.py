@@ -107,9 +107,12 @@ class StepPlanner(StagePlanner):
         # Of all that any plan of this rank depends on, and of what it is compared with.
         all_of = serial.digest([self._place(batch, options, storages).prints, config.mip_gap])
         path = config.cache_dir / "ranks" / f"division-{all_of[:32]}.json"
-        place, made, best = self.ranks.divided(attempt, sizes, path, config.mip_gap)
+        try:
+            place, made, best = self.ranks.divided(attempt, sizes, path, config.mip_gap)
+        finally:
+            # Another batch may have the number of one that is gone.
+            self._waiting = self._traced_once = None
         self._settings = replace(self._settings, stages=best.stages, beside=best.beside)
-        self._waiting = self._traced_once = None
         return place, made
 
     def _divisible(self, storages: Storages) -> dict[str, int]:
