@@ -31,6 +31,7 @@ from gascompile.training.capture.traced_loss import LossFunction
 from gascompile.training.division import Stages
 from gascompile.training.optimizers.optimizers import Rules
 from gascompile.training.optimizers.unplanned import state_bytes
+from gascompile.training.pipeline.kept_plans import kept_plan
 from gascompile.training.pipeline.stage_planner import StagePlanner
 from gascompile.training.planning import rank_overlap
 from gascompile.training.planning.packed_nodes import with_packed
@@ -301,15 +302,15 @@ class StepPlanner(StagePlanner):
         if ladder is not None:
             machine = with_moves(machine, workload, program, ladder)
 
-        def planned(reserved_bytes: int) -> Plan:
-            return step_plan(
-                workload,
-                machine,
-                self._budget,
-                self._config,
-                fingerprint=prints,
-                reserved_bytes=self._reserved_bytes + reserved_bytes + sent_bytes,
-            )
+        def planned(state_bytes: int) -> Plan:
+            reserved_bytes = self._reserved_bytes + state_bytes + sent_bytes
+            given = {"fingerprint": prints, "reserved_bytes": reserved_bytes}
+            make = partial(step_plan, workload, machine, self._budget, self._config, **given)
+            if stage is None:
+                return make()
+            # Of budget and options all that shapes a plan is in the prints.
+            others = [machine, *given.values(), self._config.search_limits]
+            return kept_plan(self._config.cache_dir, workload, others, make)
 
         state = state_bytes(self.optimizer) if self._settings.unplanned else 0
         try:
