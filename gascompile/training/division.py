@@ -110,7 +110,7 @@ def divide(
         InfeasiblePlanError: this rank's budget is too small, whatever is divided.
         RankError: another rank's is, or it has failed.
     """
-    kept = _kept(path) if forced is None else None
+    kept = _kept(path, sizes) if forced is None else None
     number = int(serial.digest(kept)[:_DIGITS], 16) if kept is not None else -1
     told = compare("which division was chosen before", b"", [number])
     if kept is not None and all(row == [number] for row in told):
@@ -127,10 +127,12 @@ def divide(
     return place, step, division
 
 
-def _kept(path: Path) -> RankDivision | None:
+def _kept(path: Path, sizes: Mapping[str, int]) -> RankDivision | None:
+    """Return the choice of an earlier job, if it had as much to divide."""
     with contextlib.suppress(OSError, FormatError):
         raw = path.read_bytes()
-        return serial.from_json(RankDivision, serial.parse_json(raw, where=str(path)))
+        kept = serial.from_json(RankDivision, serial.parse_json(raw, where=str(path)))
+        return kept if kept.sizes == sizes else None
     return None
 
 

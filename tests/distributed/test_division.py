@@ -127,10 +127,12 @@ def test_the_next_job_plans_what_all_ranks_have_chosen_alone(
     assert str(found).startswith("each rank keeps a part of 3 parameters")
 
 
-def test_a_choice_that_was_kept_badly_is_made_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("was", "now"), [("}", ""), ("1048576", "1048577"), ('"again"', '"else"')])
+def test_a_choice_that_is_no_use_is_made_again(tmp_path: Path, was: str, now: str) -> None:
     times, path = at(3.0, 2.0, 1.5, 1.7), tmp_path / "division"
     Job(times, times, path).divide()
-    path.write_text(path.read_text()[:-9])
+    assert was in path.read_text()
+    path.write_text(path.read_text().replace(was, now))
     job = Job(times, times, path)
     job.divide()
     assert job.tried == TRIED
