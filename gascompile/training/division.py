@@ -116,10 +116,9 @@ def divide(
     if kept is not None and all(row == [number] for row in told):
         return (*attempt(kept.chosen.stages, kept.chosen.beside), kept)
     search = _Search(attempt, compare, gains)
-    whole, best = search.run(sizes)
-    place, step = search.made(best)
-    num_tried = sum(not trial.beside for trial in search.trials) - 1
-    division = RankDivision(chosen=best, whole=whole, sizes=sizes, num_tried=num_tried)
+    whole, best, made = search.run(sizes)
+    place, step = search.required(best, made)
+    division = RankDivision(chosen=best, whole=whole, sizes=sizes, num_tried=search.num_tried - 1)
     if forced is None:
         # Without a place to keep it, the next job chooses again.
         with contextlib.suppress(StorageError):
@@ -141,27 +140,26 @@ class _Search:
         self, attempt: Attempt, compare: Compare, gains: Callable[[PlannedStep], bool]
     ) -> None:
         self._attempt, self._compare, self._gains = attempt, compare, gains
-        self.trials: list[DivisionTrial] = []
-        self._steps: list[Made | None] = []
-        """This rank's steps, where its budget has room for them."""
+        self.num_tried = 0
         self._errors: list[InfeasiblePlanError] = []
 
-    def run(self, sizes: Mapping[str, int]) -> tuple[DivisionTrial, DivisionTrial]:
-        """Return what came of whole parameters, and the best that was found."""
-        whole = best = self._tried({} if forced is None else forced(sizes))
+    def run(self, sizes: Mapping[str, int]) -> tuple[DivisionTrial, DivisionTrial, Made | None]:
+        """Return what came of whole parameters, the best that was found, and this rank's step under it."""
+        whole, made = self._tried({} if forced is None else forced(sizes))
+        best = whole
         for stages in _divisions(sizes) if forced is None else ():
-            trial = self._tried(stages)
-            best = trial if trial.is_faster(best) else best
-        return whole, best
+            trial, other = self._tried(stages)
+            if trial.is_faster(best):
+                best, made = trial, other
+        return whole, best, made
 
-    def made(self, best: DivisionTrial) -> Made:
-        """Return this rank's step under a division.
+    def required(self, best: DivisionTrial, made: Made | None) -> Made:
+        """Return this rank's step under the best division, where there is one.
 
         Raises:
             InfeasiblePlanError: this rank's budget is too small, whatever is divided.
             RankError: another rank's is.
         """
-        made = next(m for t, m in zip(self.trials, self._steps, strict=True) if t is best)
         if best.time_s is None or made is None:
             if self._errors:
                 raise min(self._errors, key=lambda error: error.required_bytes)
@@ -170,15 +168,16 @@ class _Search:
             raise AssertionError("no rank has said that its budget is too small")
         return made
 
-    def _tried(self, stages: Stages) -> DivisionTrial:
+    def _tried(self, stages: Stages) -> tuple[DivisionTrial, Made | None]:
         """Plan a division on all ranks; once more beside ops, where that may gain a rank something."""
-        trial, gains = self._planned(stages, beside=False)
+        self.num_tried += 1
+        trial, made, gains = self._planned(stages, beside=False)
         if trial.time_s is None or not gains:
-            return trial
-        other, _ = self._planned(stages, beside=True)
-        return other if other.is_faster(trial) else trial
+            return trial, made
+        other, made_beside, _ = self._planned(stages, beside=True)
+        return (other, made_beside) if other.is_faster(trial) else (trial, made)
 
-    def _planned(self, stages: Stages, *, beside: bool) -> tuple[DivisionTrial, bool]:
+    def _planned(self, stages: Stages, *, beside: bool) -> tuple[DivisionTrial, Made | None, bool]:
         made, own = None, [0, 0]
         try:
             made = self._attempt(stages, beside)
@@ -189,10 +188,7 @@ class _Search:
         facts = serial.digest([sorted(stages.items()), beside]).encode()
         times, gains = zip(*self._compare(_WHAT, facts, own), strict=True)
         slowest_s = max(times) * MICROSECOND if min(times) else None
-        trial = DivisionTrial(stages=stages, time_s=slowest_s, beside=beside)
-        self.trials.append(trial)
-        self._steps.append(made)
-        return trial, any(gains)
+        return DivisionTrial(stages=stages, time_s=slowest_s, beside=beside), made, any(gains)
 
 
 def _divisions(sizes: Mapping[str, int]) -> Iterator[Stages]:
