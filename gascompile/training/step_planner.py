@@ -304,12 +304,12 @@ class StepPlanner(StagePlanner):
 
         def planned(state_bytes: int) -> Plan:
             reserved_bytes = self._reserved_bytes + state_bytes + sent_bytes
-            given = {"fingerprint": prints, "reserved_bytes": reserved_bytes}
-            make = partial(step_plan, workload, machine, self._budget, self._config, **given)
+            given = workload, machine, self._budget, self._config
+            make = partial(step_plan, *given, fingerprint=prints, reserved_bytes=reserved_bytes)
             if stage is None:
                 return make()
             # Of budget and options all that shapes a plan is in the prints.
-            others = [machine, *given.values(), self._config.search_limits]
+            others = [machine, prints, reserved_bytes, self._config.search_limits]
             return kept_plan(self._config.cache_dir, workload, others, make)
 
         state = state_bytes(self.optimizer) if self._settings.unplanned else 0

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 import gascompile
 from gascompile.api import piped as piped_api
+from gascompile.passes.plan.make_plan import make_plan
 from gascompile.training.pipeline import pipeline
 from gascompile.training.planning import step_plan
 from tests.distributed.pipeline_faults import (
@@ -52,7 +53,7 @@ def trains(piped: Piped, folder: Path) -> dict[str, Any]:
     torch.manual_seed(RANK)  # others begin with other values, and take those of rank 0
     model = piped.model()
     with opened(piped, model, folder) as step:
-        with mock.patch.object(step_plan, "make_plan", wraps=step_plan.make_plan) as make_plan:
+        with mock.patch.object(step_plan, "make_plan", wraps=make_plan) as planning:
             step.prepare(batches()[0])
         losses = [step(batch) for batch in batches()]
         assert step.last_run is not None
@@ -81,7 +82,7 @@ def trains(piped: Piped, folder: Path) -> dict[str, Any]:
         "peak": peak_bytes,
         "moved": moved_bytes,
         "said": said,
-        "num_planned": make_plan.call_count,
+        "num_planned": planning.call_count,
     }
 
 
@@ -90,11 +91,11 @@ def resumes(piped: Piped, folder: Path) -> dict[str, Any]:
     torch.manual_seed(RANK)
     model = piped.model()
     with opened(piped, model, folder) as step:
-        with mock.patch.object(step_plan, "make_plan", wraps=step_plan.make_plan) as make_plan:
+        with mock.patch.object(step_plan, "make_plan", wraps=make_plan) as planning:
             step.prepare(batches()[0])
         step.load_state_dict(torch.load(folder / "state.pt", weights_only=True))
         losses = [step(batch) for batch in batches()[:2]]
-    return {"losses": losses, "num_planned": make_plan.call_count}
+    return {"losses": losses, "num_planned": planning.call_count}
 
 
 def beside(piped: Piped, folder: Path) -> dict[str, Any]:
