@@ -302,8 +302,8 @@ class StepPlanner(StagePlanner):
         if ladder is not None:
             machine = with_moves(machine, workload, program, ladder)
 
-        def planned(state_bytes: int) -> Plan:
-            reserved_bytes = self._reserved_bytes + state_bytes + sent_bytes
+        def planned(kept_bytes: int) -> Plan:
+            reserved_bytes = self._reserved_bytes + kept_bytes + sent_bytes
             given = workload, machine, self._budget, self._config
             make = partial(step_plan, *given, fingerprint=prints, reserved_bytes=reserved_bytes)
             if stage is None:
