@@ -9,7 +9,8 @@ import mmap
 import os
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -19,6 +20,8 @@ from gascompile.core.sizes import PAGE_BYTES
 
 _IDLE_FIELDS = slice(3, 5)
 """Ticks in ``/proc/stat`` that the processors spent on nothing: idle, and waiting for a disk."""
+_OF_PROCESS = slice(11, 13)
+"""Ticks that a process spent for itself and in the kernel, behind its name in its ``stat``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,25 +74,32 @@ def _read_text(path: Path) -> str:
         return ""
 
 
+_work_with: set[int] = set()
+
+
+def works_with(processes: Iterable[int]) -> None:
+    """Take it from here on that processes of this host, by their numbers, do this one's job: they are not others."""
+    _work_with.update(number for number in processes if number != os.getpid())
+
+
 @dataclass(slots=True)
 class OtherWork:
-    """How many processors other processes keep busy while something is measured."""
+    """How many processors other processes keep busy while something is measured, without those of the same job."""
 
     stat: Path = Path("/proc/stat")
-    _start: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    _start: tuple[float, float] = (0.0, 0.0)
+    _own_s: Mapping[int, float] = field(default_factory=dict)
 
     def begin(self) -> None:
         """Start to watch."""
-        self._start = (self._busy_s(), time.process_time(), time.perf_counter())
+        self._start, self._own_s = (self._busy_s(), time.perf_counter()), self._used_s()
 
     def num_processors(self) -> float:
         """Return the processors that others kept busy since ``begin``; 0 where the system does not tell."""
-        busy_s, own_s, wall_s = (
-            now - then
-            for now, then in zip(
-                (self._busy_s(), time.process_time(), time.perf_counter()), self._start, strict=True
-            )
-        )
+        now = self._busy_s(), time.perf_counter()
+        busy_s, wall_s = (after - before for after, before in zip(now, self._start, strict=True))
+        # A process that has ended meanwhile tells nothing of what it did.
+        own_s = sum(used_s - self._own_s.get(n, used_s) for n, used_s in self._used_s().items())
         return max(busy_s - own_s, 0.0) / wall_s if busy_s and wall_s else 0.0
 
     def _busy_s(self) -> float:
@@ -97,6 +107,15 @@ class OtherWork:
         if len(ticks) < _IDLE_FIELDS.stop:
             return 0.0
         return (sum(ticks) - sum(ticks[_IDLE_FIELDS])) / os.sysconf("SC_CLK_TCK")
+
+    def _used_s(self) -> dict[int, float]:
+        """Return what each process of this job has used of processors so far."""
+        used_s = {os.getpid(): time.process_time()}
+        for number in _work_with:
+            fields = _read_text(self.stat.parent / str(number) / "stat").rpartition(")")[2].split()
+            if fields:
+                used_s[number] = sum(map(float, fields[_OF_PROCESS])) / os.sysconf("SC_CLK_TCK")
+        return used_s
 
 
 def cpu_model() -> str:

@@ -1,7 +1,7 @@
 """Upkeep of the cache folder: list what is in it, remove by key, collect what is of no use any more.
 
-Only files that GASCompile made itself are touched, and only below ``plans``, ``captures``, ``store``, ``kernels``,
-``native`` and ``machine``.
+Only files that GASCompile made itself are touched, and only below ``plans``, ``captures``, ``ranks``, ``store``,
+``kernels``, ``native`` and ``machine``.
 """
 
 from __future__ import annotations
@@ -25,15 +25,28 @@ GRACE_S = 3600.0
 """Files younger than this may belong to a process at work and are left alone by ``collect``."""
 
 
+_OF_RANKS = {
+    "exchanges": "what exchanges take",
+    "division": "which parameters are divided",
+    "stage": "plan of a stage",
+}
+"""What files of ranks are of, by how their names begin."""
+
+
 class ItemKind(StrEnum):
     """What a cache item is."""
 
     PLAN = "plan"
     CAPTURE = "capture"
+    RANKS = "ranks"
     WEIGHTS = "weights"
     CODE = "code"
     MACHINE = "machine"
     LEFTOVER = "leftover"
+
+
+_AGING = (ItemKind.CAPTURE, ItemKind.RANKS)
+"""Kinds that go with age and where the cache is too large, as plans do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +66,7 @@ class CacheItem:
 
 
 def items(cache_dir: Path) -> list[CacheItem]:
-    """Return plans, captures, spilled weights, code and machine profiles, in this order, each newest first."""
+    """Return plans, captures, what ranks keep, spilled weights, code and machine profiles, each newest first."""
     plans = [
         CacheItem(
             key=entry.key,
@@ -72,6 +85,11 @@ def items(cache_dir: Path) -> list[CacheItem]:
         _file_item(path, ItemKind.CAPTURE, "captured program", ok=True)
         for path in captures_dir(cache_dir).glob("[0-9a-f]*")
     ]
+    ranks = [
+        _file_item(path, ItemKind.RANKS, label, ok=True)
+        for beginning, label in _OF_RANKS.items()
+        for path in (cache_dir / "ranks").glob(f"{beginning}-*.json")
+    ]
     weights = [
         _file_item(path, ItemKind.WEIGHTS, "spilled weights", ok=str(path.resolve()) in needed)
         for path in (cache_dir / "store").glob("[!.]*.safetensors")
@@ -89,7 +107,8 @@ def items(cache_dir: Path) -> list[CacheItem]:
         )
         for path in (cache_dir / folder).glob(files)
     ]
-    files = [item for item in (*captures, *weights, *code, *machines) if item is not None]
+    every = (*captures, *ranks, *weights, *code, *machines)
+    files = [item for item in every if item is not None]
     order = list(ItemKind)
     return [*plans, *sorted(files, key=lambda item: (order.index(item.kind), item.age_s))]
 
@@ -147,8 +166,8 @@ def collect(
 ) -> list[CacheItem]:
     """Remove what is of no use and return it.
 
-    Damaged plans go, then plans, captures and compiled code written longer ago than ``older_than_s``, then the
-    oldest plans and captures until they, their weights and the machine profiles, which stay, take ``max_size_bytes``
+    Damaged plans go, then plans, captures, what ranks keep and code written longer ago than ``older_than_s``, then the
+    oldest of all but code until they, their weights and the machine profiles, which stay, take ``max_size_bytes``
     at most; with them the spilled weights that no cached plan needs, and what killed writers left behind. Plans of
     this cache compile their code again when they are used; bundles saved elsewhere run without it.
 
@@ -162,11 +181,11 @@ def collect(
         return []
     all_items = items(cache_dir)
     plans = [item for item in all_items if item.kind == ItemKind.PLAN]
-    others = [item for item in all_items if item.kind in {ItemKind.CODE, ItemKind.CAPTURE}]
+    others = [item for item in all_items if item.kind in {ItemKind.CODE, *_AGING}]
     old = [i for i in (*plans, *others) if older_than_s is not None and i.age_s > older_than_s]
     doomed = [*old, *(item for item in plans if not item.ok and item not in old)]
-    captures = [item for item in others if item.kind == ItemKind.CAPTURE]
-    kept = [item for item in (*plans, *captures) if item not in doomed]
+    aging = [item for item in others if item.kind in _AGING]
+    kept = [item for item in (*plans, *aging) if item not in doomed]
     kept.sort(key=lambda item: item.age_s)
     while True:
         needed = _resolved(path for item in kept for path in item.weight_files)
@@ -199,7 +218,17 @@ def _resolved(paths: Iterable[str]) -> frozenset[str]:
 
 def _leftovers(cache_dir: Path) -> Iterator[CacheItem]:
     """Yield hidden temporary files and folders that their writers would have renamed long ago."""
-    for folder in ("plans", "captures", "store", "kernels", "kernels/keys", "native", "machine"):
+    folders = [
+        "plans",
+        "captures",
+        "ranks",
+        "store",
+        "kernels",
+        "kernels/keys",
+        "native",
+        "machine",
+    ]
+    for folder in folders:
         for path in (cache_dir / folder).glob(".*"):
             item = (
                 None

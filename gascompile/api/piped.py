@@ -35,6 +35,7 @@ from gascompile.core.plan import Plan
 from gascompile.core.program import Program, draws, program_marks
 from gascompile.core.ranks import STAGE_OPS
 from gascompile.core.value_digests import digest_of
+from gascompile.cost_models.measure.host import works_with
 from gascompile.passes.parallel.legs import Legs, outstanding_bytes, placeholders, roots, staged
 from gascompile.passes.parallel.stage_graph import Cut, StageGraph
 from gascompile.runtime.collectives.exchange import exchanging
@@ -223,6 +224,7 @@ def compiled(
     stages = find_ranks(mesh)
     if stages is None:
         return started(make(budget=budget, machine=machine), given)
+    works_with(stages.processes)
     with stages.together():
         job = _job(Stages(stages), make, budget, machine)
         _require_same_weights(job)

@@ -31,6 +31,7 @@ from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
 from gascompile.core.program import Program, program_marks
 from gascompile.core.steps import Offload
+from gascompile.cost_models.measure.host import works_with
 from gascompile.runtime.collectives.local_ranks import LocalRanks
 from gascompile.runtime.memory.lasting_accounts import moves_lasting
 from gascompile.runtime.run.executor import Executor
@@ -51,7 +52,10 @@ def local_ranks(mesh: DeviceMesh | Literal[False] | None) -> LocalRanks | None:
         return None
     from gascompile.distributed.host import find_local_ranks
 
-    return find_local_ranks(mesh)
+    ranks = find_local_ranks(mesh)
+    if ranks is not None:
+        works_with(process.number for process in ranks.processes)
+    return ranks
 
 
 @dataclass(frozen=True, kw_only=True)

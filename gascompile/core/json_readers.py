@@ -10,7 +10,7 @@ import functools
 import types
 from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from gascompile.core.errors import FormatError
 
@@ -42,7 +42,9 @@ def reader_of(hint: Any) -> Reader:
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return _dataclass_reader(hint)
     if isinstance(hint, type) and issubclass(hint, StrEnum):
-        return _enum_reader(hint)
+        return _word_reader({member.value: member for member in hint})
+    if origin is Literal:
+        return _word_reader({word: word for word in args})
     return functools.partial(_read_scalar, hint)
 
 
@@ -159,9 +161,7 @@ def _step_reader(members: list[Any]) -> Reader:
     return read
 
 
-def _enum_reader(hint: type[StrEnum]) -> Reader:
-    members = {member.value: member for member in hint}
-
+def _word_reader(members: Mapping[str, str]) -> Reader:
     def read(data: Any, where: Where) -> Any:
         if not isinstance(data, str) or data not in members:
             raise FormatError(f"{_words(where)}: {shown(data)} is not one of {list(members)}")

@@ -13,9 +13,9 @@ import torch
 
 from gascompile.runtime.collectives.exchange import Exchange
 
-_ROUNDS = 4
-"""Exchanges with ops beside them, one after the other: as long as what holds processors to a share of their time looks
-at, some 20 ms."""
+_ROUNDS, _ROUNDS_S = 4, 0.1
+"""Exchanges with ops beside them, one after the other, and how long those are to take together: five times as long as
+what holds processors to a share of their time looks at, some 20 ms."""
 _REPEATS = 2  # the least of both counts: others may have disturbed one
 _BETWEEN_S, _ROUNDS_OF_A_GROUP, _GROUPS = 4e-3, 8, 5
 """Ops between two exchanges, as in steps of small models; of a few groups the one next to the least leaves out what
@@ -56,20 +56,25 @@ def lost_to_exchange_s(
         alone_s: what it takes by itself, as far as this rank knows.
     """
     # Twice as long as the exchange by itself, so that it ends before they do.
-    count = max(int(2 * alone_s / max(ops.seconds(1), 1e-6)), 1)
+    count = max(int(2 * alone_s * _ROUNDS / max(ops.seconds(_ROUNDS), 1e-6)), 1)
+    # All ranks make as many.
+    slowest = torch.zeros(exchange.size)
+    slowest[exchange.rank] = alone_s
+    exchange.add(slowest)
+    rounds = min(max(round(_ROUNDS_S / float(slowest.max())), 1), _ROUNDS)
     lost_s = []
     for _ in range(_REPEATS):
         meet(exchange)
-        plain_s = ops.seconds(_ROUNDS * count)
+        plain_s = ops.seconds(rounds * count)
         meet(exchange)
         first_s, begun_s = time.perf_counter(), 0.0
-        for _ in range(_ROUNDS):
+        for _ in range(rounds):
             begin_s = time.perf_counter()
             begin()
             begun_s += time.perf_counter() - begin_s
             ops.run(count)
             exchange.end_part()
-        lost_s.append((time.perf_counter() - first_s - begun_s - plain_s) / _ROUNDS)
+        lost_s.append((time.perf_counter() - first_s - begun_s - plain_s) / rounds)
     return max(min(lost_s), 0.0)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
@@ -33,9 +33,6 @@ from gascompile.distributed.reasons import broken, first_line
 from gascompile.distributed.votes import Votes
 from gascompile.runtime.collectives.exchange import Exchange
 from gascompile.runtime.collectives.group_work import ends
-
-if TYPE_CHECKING:
-    pass
 
 SILENT_S = 20.0
 """A rank from which nothing comes for so long, and three of its predicted steps more, is given up. Half a minute for
@@ -137,6 +134,11 @@ class Ranks:
     def hosts(self) -> list[str]:
         """The hosts of the ranks, in their order."""
         return [host for host, _ in self._processes]
+
+    @property
+    def processes(self) -> list[int]:
+        """The numbers of the ranks' processes on this host."""
+        return [int(pid) for host, pid in self._processes if host == socket.gethostname()]
 
     def ladder(self, moves: OwnMoves | None = None) -> Ladder:
         """Return what exchanges take; all ranks measure it at once, unless they have. See ``Ladder.measured``."""

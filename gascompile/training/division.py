@@ -2,18 +2,21 @@
 
 Every rank plans the same few divisions for its own rows and budget, and all take the one whose slowest rank is the
 fastest, with gradients summed beside ops or not: of two ranks of which one waits where the other goes on, both wait.
-Where whole parameters cost a step no more than its ops take, nothing else is planned.
+Which are planned hangs on the parameters alone, so that more memory is never a slower step. The choice is kept: the
+next job of the same ranks asks for its plan alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 
 from gascompile.bundles.reuse import CachedPlan
 from gascompile.core import serial
-from gascompile.core.errors import InfeasiblePlanError
+from gascompile.core.errors import FormatError, InfeasiblePlanError, StorageError
 from gascompile.core.ranks import MICROSECOND
 from gascompile.core.sizes import format_size
 from gascompile.training.optimizers.slots import Stage
@@ -30,6 +33,8 @@ Compare = Callable[[str, bytes, Sequence[int]], list[list[int]]]
 STAGES: tuple[Stage, ...] = ("kept", "again")
 _WHAT = "which parameters are divided"
 _ELEMENT_BYTES = 4  # of float32
+_DIGITS = 15  # of a digest, which are compared as a number
+_SAME = 1e-3  # of a step: seconds of two plans differ by so much where neither is better
 forced: Callable[[Mapping[str, int]], Stages] | None = None
 """Takes the place of the choice, for tests: returns a division by the elements of what can be divided."""
 
@@ -41,16 +46,14 @@ class DivisionTrial:
     stages: Stages
     time_s: float | None
     """Of the slowest rank's step; ``None`` where a rank's budget is too small."""
-    ops_s: float = 0.0
-    """What the slowest rank's ops and exchanges take, without moves."""
     beside: bool = False
     """Gradients are summed beside ops."""
 
-    def is_faster(self, other: DivisionTrial, gap: float) -> bool:
-        """Return whether it beats another by more than ``gap``, to which both are known."""
+    def is_faster(self, other: DivisionTrial) -> bool:
+        """Return whether it beats another by more than the seconds of two equal steps may differ by."""
         if self.time_s is None or other.time_s is None:
             return self.time_s is not None
-        return self.time_s < other.time_s * (1 - gap)
+        return self.time_s < other.time_s * (1 - _SAME)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +94,7 @@ def divide(
     sizes: Mapping[str, int],
     compare: Compare,
     *,
-    keep: Callable[[CachedPlan, PlannedStep], object],
-    gap: float,
+    path: Path,
     gains: Callable[[PlannedStep], bool] = lambda _: False,
 ) -> tuple[CachedPlan, PlannedStep, RankDivision]:
     """Return this rank's step under the division that all ranks choose.
@@ -101,56 +103,63 @@ def divide(
         attempt: plans a step.
         sizes: elements of the parameters that can be divided, the same on all ranks.
         compare: with the other ranks.
-        keep: keeps the plan of a division that is not chosen, which the next job asks for again.
-        gap: to which the seconds of plans are known.
+        path: where the choice is kept, of all that a plan of this rank depends on.
         gains: whether a step may become faster where gradients are summed beside ops.
 
     Raises:
         InfeasiblePlanError: this rank's budget is too small, whatever is divided.
         RankError: another rank's is, or it has failed.
     """
-    search = _Search(attempt, compare, gains, gap)
-    whole, best = search.run(sizes)
-    place, step = search.made(best)
-    for trial, made in search.tried:
-        if trial is not best and made is not None:
-            keep(*made)
-    num_tried = sum(not trial.beside for trial, _ in search.tried) - 1
-    division = RankDivision(chosen=best, whole=whole, sizes=sizes, num_tried=num_tried)
+    kept = _kept(path, sizes) if forced is None else None
+    number = int(serial.digest(kept)[:_DIGITS], 16) if kept is not None else -1
+    told = compare("which division was chosen before", b"", [number])
+    if kept is not None and all(row == [number] for row in told):
+        return (*attempt(kept.chosen.stages, kept.chosen.beside), kept)
+    search = _Search(attempt, compare, gains)
+    whole, best, made = search.run(sizes)
+    place, step = search.required(best, made)
+    division = RankDivision(chosen=best, whole=whole, sizes=sizes, num_tried=search.num_tried - 1)
+    if forced is None:
+        # Without a place to keep it, the next job chooses again.
+        with contextlib.suppress(StorageError):
+            serial.write_atomic(path, serial.dumps(division))
     return place, step, division
+
+
+def _kept(path: Path, sizes: Mapping[str, int]) -> RankDivision | None:
+    """Return the choice of an earlier job, if it had as much to divide."""
+    with contextlib.suppress(OSError, FormatError):
+        raw = path.read_bytes()
+        kept = serial.from_json(RankDivision, serial.parse_json(raw, where=str(path)))
+        return kept if kept.sizes == sizes else None
+    return None
 
 
 class _Search:
     def __init__(
-        self, attempt: Attempt, compare: Compare, gains: Callable[[PlannedStep], bool], gap: float
+        self, attempt: Attempt, compare: Compare, gains: Callable[[PlannedStep], bool]
     ) -> None:
-        self._attempt, self._compare, self._gains, self._gap = attempt, compare, gains, gap
-        self.tried: list[tuple[DivisionTrial, Made | None]] = []
-        """Divisions, and this rank's steps where its budget has room for them."""
+        self._attempt, self._compare, self._gains = attempt, compare, gains
+        self.num_tried = 0
         self._errors: list[InfeasiblePlanError] = []
 
-    def run(self, sizes: Mapping[str, int]) -> tuple[DivisionTrial, DivisionTrial]:
-        """Return what came of whole parameters, and the best that was found."""
-        names = sorted(sizes, key=lambda name: (-sizes[name], name))
-        whole = best = self._tried({} if forced is None else forced(sizes))
-        is_bound = whole.time_s is not None and whole.time_s * (1 - self._gap) <= whole.ops_s
-        if forced is not None or is_bound or not names:
-            return whole, best
-        for stage in STAGES:
-            best = self._better(best, dict.fromkeys(names, stage))
-        if best.stages and len(names) > 1:
-            half = _larger_half(names, sizes)
-            best = self._better(best, dict.fromkeys(half, best.stages[names[0]]))
-        return whole, best
+    def run(self, sizes: Mapping[str, int]) -> tuple[DivisionTrial, DivisionTrial, Made | None]:
+        """Return what came of whole parameters, the best that was found, and this rank's step under it."""
+        whole, made = self._tried({} if forced is None else forced(sizes))
+        best = whole
+        for stages in _divisions(sizes) if forced is None else ():
+            trial, other = self._tried(stages)
+            if trial.is_faster(best):
+                best, made = trial, other
+        return whole, best, made
 
-    def made(self, best: DivisionTrial) -> Made:
-        """Return this rank's step under a division.
+    def required(self, best: DivisionTrial, made: Made | None) -> Made:
+        """Return this rank's step under the best division, where there is one.
 
         Raises:
             InfeasiblePlanError: this rank's budget is too small, whatever is divided.
             RankError: another rank's is.
         """
-        made = next(made for trial, made in self.tried if trial is best)
         if best.time_s is None or made is None:
             if self._errors:
                 raise min(self._errors, key=lambda error: error.required_bytes)
@@ -159,39 +168,39 @@ class _Search:
             raise AssertionError("no rank has said that its budget is too small")
         return made
 
-    def _better(self, best: DivisionTrial, stages: Stages) -> DivisionTrial:
-        trial = self._tried(stages)
-        return trial if trial.is_faster(best, self._gap) else best
-
-    def _tried(self, stages: Stages) -> DivisionTrial:
+    def _tried(self, stages: Stages) -> tuple[DivisionTrial, Made | None]:
         """Plan a division on all ranks; once more beside ops, where that may gain a rank something."""
-        trial, gains = self._planned(stages, beside=False)
+        self.num_tried += 1
+        trial, made, gains = self._planned(stages, beside=False)
         if trial.time_s is None or not gains:
-            return trial
-        other, _ = self._planned(stages, beside=True)
-        return other if other.is_faster(trial, self._gap) else trial
+            return trial, made
+        other, made_beside, _ = self._planned(stages, beside=True)
+        return (other, made_beside) if other.is_faster(trial) else (trial, made)
 
-    def _planned(self, stages: Stages, *, beside: bool) -> tuple[DivisionTrial, bool]:
-        made, own = None, [0, 0, 0]
+    def _planned(self, stages: Stages, *, beside: bool) -> tuple[DivisionTrial, Made | None, bool]:
+        made, own = None, [0, 0]
         try:
             made = self._attempt(stages, beside)
-            plan = made[1].plan
-            seconds = plan.certificate.predicted_s, sum(op.time_s for op in plan.ops)
-            own = [int(time_s / MICROSECOND) + 1 for time_s in seconds]
-            own.append(int(not beside and self._gains(made[1])))
+            time_s = made[1].plan.certificate.predicted_s
+            own = [int(time_s / MICROSECOND) + 1, int(not beside and self._gains(made[1]))]
         except InfeasiblePlanError as error:
             self._errors.append(error)
         facts = serial.digest([sorted(stages.items()), beside]).encode()
-        times, ops, gains = zip(*self._compare(_WHAT, facts, own), strict=True)
-        time_s = max(times) * MICROSECOND if min(times) else None
-        ops_s = max(ops) * MICROSECOND
-        trial = DivisionTrial(stages=stages, time_s=time_s, ops_s=ops_s, beside=beside)
-        self.tried.append((trial, made))
-        return trial, any(gains)
+        times, gains = zip(*self._compare(_WHAT, facts, own), strict=True)
+        slowest_s = max(times) * MICROSECOND if min(times) else None
+        return DivisionTrial(stages=stages, time_s=slowest_s, beside=beside), made, any(gains)
+
+
+def _divisions(sizes: Mapping[str, int]) -> Iterator[Stages]:
+    """Yield divisions of all that can be divided, and of the larger half of it, gathered in either way."""
+    names = sorted(sizes, key=lambda name: (-sizes[name], name))
+    for some in (names, _larger_half(names, sizes)):
+        for stage in STAGES if some else ():
+            yield dict.fromkeys(some, stage)
 
 
 def _larger_half(names: Sequence[str], sizes: Mapping[str, int]) -> list[str]:
     """Return the first of ``names``, the largest, that have half of all elements, and not all of them."""
     sums = list(accumulate(sizes[name] for name in names))
-    count = next(number for number, size in enumerate(sums, 1) if 2 * size >= sums[-1])
+    count = next((number for number, size in enumerate(sums, 1) if 2 * size >= sums[-1]), 0)
     return list(names[: min(count, len(names) - 1)])

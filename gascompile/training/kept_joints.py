@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from gascompile.bundles.kept_captures import KeptCapture, trace_data
 from gascompile.bundles.reuse import CachedPlan
 from gascompile.capture.record.record import CaptureRecord
+from gascompile.core.program import copied_graph, graph_module_of
 from gascompile.training.capture.joint import Joint
 from gascompile.training.planning.program_specs import program_of
 from gascompile.training.state.aliasing import named_tensors
@@ -74,6 +75,23 @@ def joint_of(
         return joint, None
     joint = capture()
     return joint, NewJoint.of(place, joint) if place.traced else None
+
+
+def copied(joint: Joint) -> Joint:
+    """Return a trace of its own, as what is made of one changes it."""
+    graph = copied_graph(joint.graph_module.graph)
+    nodes = {node.name: node for node in graph.nodes}
+    groups: dict[str, Any] = {
+        group: {name: nodes[node.name] for name, node in getattr(joint, group).items()}
+        for group in _GROUPS
+    }
+    return replace(
+        joint,
+        graph_module=graph_module_of(joint.graph_module, graph),
+        loss=nodes[joint.loss.name],
+        outputs=tuple(nodes[n.name] if isinstance(n, fx.Node) else n for n in joint.outputs),
+        **groups,
+    )
 
 
 def bound_joint(place: CachedPlan, kept: KeptCapture, model: nn.Module) -> Joint | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,6 +26,7 @@ from gascompile.core.errors import (
 )
 from gascompile.core.ranks import MICROSECOND
 from gascompile.core.reports import RunReport
+from gascompile.cost_models.measure.host import works_with
 from gascompile.distributed.balance import Balance
 from gascompile.distributed.clocks import RankClock, clock_of
 from gascompile.distributed.finding import find_ranks
@@ -250,12 +251,12 @@ class RankStep:
         return self._runs.of_all
 
     def divided(
-        self, attempt: Attempt, sizes: Mapping[str, int], keep: Callable[..., object], gap: float
+        self, attempt: Attempt, sizes: Mapping[str, int], path: Path, gap: float
     ) -> tuple[CachedPlan, PlannedStep, DivisionTrial]:
         """Return this rank's step under the division that all ranks choose, and that; see ``division.divide``."""
         ladder = self.ladder
         gains = partial(gains_beside_ops, busy=ladder.busy, late=ladder.late, gap=gap)
-        division = divide(attempt, sizes, self._ranks.compare, keep=keep, gap=gap, gains=gains)
+        division = divide(attempt, sizes, self._ranks.compare, path=path, gains=gains)
         self.division = division[2]
         _log.info("%s", self.division)
         return division[0], division[1], self.division.chosen
@@ -376,4 +377,6 @@ def ranks_for(
         raise UnsupportedOpError(
             f"{option} is for one process, and torchrun has started several; leave it out, or run one"
         )
+    if ranks is not None:
+        works_with(ranks.processes)
     return ranks

@@ -11,6 +11,7 @@ from gascompile.bundles import plan_cache
 from gascompile.bundles.bundle import Bundle
 from gascompile.bundles.reuse import CachedPlan
 from gascompile.codegen.allocator_library import page_memory
+from gascompile.core import serial
 from gascompile.core.collection import no_collection
 from gascompile.core.errors import (
     BudgetExceededError,
@@ -30,6 +31,7 @@ from gascompile.training.capture.traced_loss import LossFunction
 from gascompile.training.division import Stages
 from gascompile.training.optimizers.optimizers import Rules
 from gascompile.training.optimizers.unplanned import state_bytes
+from gascompile.training.pipeline.kept_plans import kept_plan
 from gascompile.training.pipeline.stage_planner import StagePlanner
 from gascompile.training.planning import rank_overlap
 from gascompile.training.planning.packed_nodes import with_packed
@@ -44,7 +46,6 @@ from gascompile.training.step_cache import (
     bound_step,
     bundle_of,
     divisible,
-    keep,
     place_of_step,
     rules_of,
 )
@@ -80,6 +81,8 @@ class StepPlanner(StagePlanner):
         """Values that were taken over, from the first unit on."""
         self._waiting: tuple[object, tuple[StepProgram, Rules, Joint, Plan]] | None = None
         """What was planned last whose sums wait for other ranks, until all have chosen."""
+        self._traced_once: tuple[object, Joint] | None = None
+        """The trace of the first step, until all have chosen."""
         self._reserved_bytes = self.transfer_bytes if machine.compute_tier == HOST else 0
         # What stands for the memory of an emulated device is the host's, too.
         self._in_ram = machine.compute_backend != "cuda"
@@ -101,10 +104,16 @@ class StepPlanner(StagePlanner):
         attempt = partial(self._made, name, batch, options, storages)
         if self.ranks is None or self.states is not None:
             return attempt(self._settings.stages, self._settings.beside)
-        sizes, gap = self._divisible(storages), self._config.mip_gap
-        place, made, best = self.ranks.divided(attempt, sizes, self._keep_aside, gap)
+        sizes, config = self._divisible(storages), self._config
+        # Of all that any plan of this rank depends on, and of what it is compared with.
+        all_of = serial.digest([self._place(batch, options, storages).prints, config.mip_gap])
+        path = config.cache_dir / "ranks" / f"division-{all_of[:32]}.json"
+        try:
+            place, made, best = self.ranks.divided(attempt, sizes, path, config.mip_gap)
+        finally:
+            # Another batch may have the number of one that is gone.
+            self._waiting = self._traced_once = None
         self._settings = replace(self._settings, stages=best.stages, beside=best.beside)
-        self._waiting = None
         return place, made
 
     def _divisible(self, storages: Storages) -> dict[str, int]:
@@ -112,11 +121,6 @@ class StepPlanner(StagePlanner):
         sizes = with_shapes(None, storages, look)
         files = sizes if self._values is None else self._values.sources
         return {name: size for name, size in sizes.items() if name in files}
-
-    def _keep_aside(self, place: CachedPlan, made: PlannedStep) -> None:
-        # Kernels are made for what runs alone, and a plan is kept with its own.
-        if made.record is not None and self._config.fuse == "off":
-            keep(place, made, made.record)
 
     def _made(
         self,
@@ -181,10 +185,8 @@ class StepPlanner(StagePlanner):
         kept = place.captured()  # Outside, as where plans are compared.
 
         def captured() -> tuple[StepProgram, Rules, Joint, NewJoint | None]:
-            capture = partial(self._captured, batch, options, storages)
+            capture = partial(self._drawing, batch, options, storages)
             joint, new = joint_of(place, kept, self._model, capture)
-            if options.layout is not None and not options.calls:
-                self._draw_by_rows(joint, batch, storages, options)
             trained = list(joint.gradients) if options.trains else []
             rules = rules_of(self.optimizer, joint.tensors, storages, trained, self._settings)
             made = step_program(joint, rules, name=name, options=options)
@@ -221,14 +223,25 @@ class StepPlanner(StagePlanner):
         kind = {"trains": options.trains, "calls": options.calls}
         return capture_joint(self._model, self._traced(options), batch, storages, **kind)
 
-    def _draw_by_rows(
-        self, joint: Joint, batch: Any, storages: Storages, options: StepOptions
-    ) -> None:
-        """Let a step of several ranks draw what one process draws; a batch of another size shows where rows are."""
-        assert options.layout is not None, "there are several ranks"
+    def _drawing(self, batch: Any, options: StepOptions, storages: Storages) -> Joint:
+        """Return a trace; of several ranks one that draws what one process draws, made once for all divisions.
+
+        A batch of another size shows where rows are.
+        """
+        from gascompile.training.kept_joints import copied
+
+        what = id(batch), options
+        if self._traced_once is not None and self._traced_once[0] == what:
+            return copied(self._traced_once[1])
+        joint = self._captured(batch, options, storages)
+        if options.layout is None or options.calls:
+            return joint
         if draws_of(joint.graph_module.graph):
             more = self._captured(with_a_row_more(batch), options, storages)
             draw_by_rows(joint, more, options.layout.size)
+        if self.states is None:
+            self._traced_once = what, copied(joint)
+        return joint
 
     def _beside_ops(
         self, program: StepProgram, plan: Plan, prints: Mapping[str, str]
@@ -289,15 +302,15 @@ class StepPlanner(StagePlanner):
         if ladder is not None:
             machine = with_moves(machine, workload, program, ladder)
 
-        def planned(reserved_bytes: int) -> Plan:
-            return step_plan(
-                workload,
-                machine,
-                self._budget,
-                self._config,
-                fingerprint=prints,
-                reserved_bytes=self._reserved_bytes + reserved_bytes + sent_bytes,
-            )
+        def planned(kept_bytes: int) -> Plan:
+            reserved_bytes = self._reserved_bytes + kept_bytes + sent_bytes
+            given = workload, machine, self._budget, self._config
+            make = partial(step_plan, *given, fingerprint=prints, reserved_bytes=reserved_bytes)
+            if stage is None:
+                return make()
+            # Of budget and options all that shapes a plan is in the prints.
+            others = [machine, prints, reserved_bytes, self._config.search_limits]
+            return kept_plan(self._config.cache_dir, workload, others, make)
 
         state = state_bytes(self.optimizer) if self._settings.unplanned else 0
         try:

@@ -112,7 +112,7 @@ class LocalRanks:
                 "each rank runs for itself"
             )
         self.rank, self.size, self.names = rank, len(processes), tuple(names)
-        self._processes = tuple(processes)
+        self.processes = tuple(processes)
         self._words = memoryview(block).cast("q")
         self._bytes = memoryview(block)
         self._starts = [_ROW * other for other in range(self.size)]
@@ -287,7 +287,7 @@ class LocalRanks:
         )
 
     def _require_running(self) -> None:
-        for rank, process in enumerate(self._processes):
+        for rank, process in enumerate(self.processes):
             if rank == self.rank:
                 continue
             state, now_s = process.state, time.monotonic()
@@ -335,7 +335,7 @@ class LocalRanks:
             self.num_memories = 1 + max(count for (count,) in told)
             if self.rank != 0:
                 handle = open_handed(
-                    self._processes[0].number, words[first + _HANDLE], words[first + _INODE]
+                    self.processes[0].number, words[first + _HANDLE], words[first + _INODE]
                 )
             memory = mmap.mmap(handle, words[first + _NUM_BYTES])
             # From here on rank 0 may close its descriptor.

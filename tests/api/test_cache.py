@@ -76,6 +76,20 @@ def test_ls_lists_plans_and_weights(cache_dir: Path) -> None:
     assert "6 entries" in shown
 
 
+def test_what_ranks_keep_is_listed_and_goes_with_age(tmp_path: Path) -> None:
+    names = ["exchanges-0a", "division-1b", "stage-2c"]
+    (tmp_path / "ranks").mkdir()
+    for name in names:
+        (tmp_path / "ranks" / f"{name}.json").write_text("{}")
+    assert {item.key for item in items(tmp_path)} == set(names)
+    assert {item.kind for item in items(tmp_path)} == {ItemKind.RANKS}
+    _age(tmp_path / "ranks" / "stage-2c.json", 40 * 24 * _HOUR_S)
+    removed = _cli(tmp_path, "gc", "--older-than", "30d")["removed"]
+    assert [item["key"] for item in removed] == ["stage-2c"]
+    assert {item.key for item in items(tmp_path)} == set(names[:2])
+    assert len(collect(tmp_path, max_size_bytes=2)) == 1
+
+
 def test_an_empty_cache(tmp_path: Path) -> None:
     assert _cli(tmp_path / "none", "ls")["items"] == []
     assert _cli(tmp_path / "none", "gc")["removed"] == []

@@ -258,6 +258,16 @@ def test_importing_the_runtime_loads_no_solver_and_initialises_no_cuda() -> None
     assert run_python(code) == "[] False False"
 
 
+def test_importing_steps_loads_neither_tracer_nor_solver() -> None:
+    """A rank that is started again goes on with plans of the cache, and is waited for."""
+    code = (
+        "import sys, torch, gascompile.training.compile_step\n"
+        "tracers = {'torch._functorch.aot_autograd', 'torch.export._trace', 'networkx'}\n"
+        f"print(sorted(({HEAVY} | tracers) & set(sys.modules)))"
+    )
+    assert run_python(code) == "[]"
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the wheel from a copy of the sources, so that the tree stays clean."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from gascompile.core import serial
 from gascompile.core.errors import FormatError, StorageError
+from gascompile.core.json_readers import reader_of
 from gascompile.core.machine import ComputeRate, IoSettings, Link, Machine, MemoryRate, Pipe, Place
 from gascompile.core.plan import (
     Certificate,
@@ -148,6 +150,14 @@ def test_refuses_an_unknown_kind() -> None:
     data = workload_data()
     data["tensors"][0]["kind"] = "wheel"
     refused(data, "'wheel' is not one of")
+
+
+def test_words_of_a_literal_are_read_and_no_others() -> None:
+    stages = Mapping[str, Literal["kept", "again"]]
+    assert reader_of(stages)({"a": "again"}, ("$",)) == {"a": "again"}
+    for word in ("else", 1, None):
+        with pytest.raises(FormatError, match=r"\$\.a: .* is not one of \['kept', 'again'\]"):
+            reader_of(stages)({"a": word}, ("$",))
 
 
 @pytest.mark.parametrize("data", [None, [], "text", 3])

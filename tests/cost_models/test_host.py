@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from gascompile.core.errors import StorageError
+from gascompile.cost_models.measure import host
 from gascompile.cost_models.measure.host import (
     OtherWork,
     cpu_model,
@@ -15,6 +16,7 @@ from gascompile.cost_models.measure.host import (
     free_bytes,
     has_direct_io,
     memory_limit,
+    works_with,
 )
 
 RAM_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -87,6 +89,33 @@ def test_other_work_is_what_the_system_did_beside_this_process(tmp_path: Path) -
     assert others.num_processors() > 100
     stat.write_text("cpu 0 0 0 900000 900000 0 0 0\n")
     assert others.num_processors() == 0.0
+
+
+def test_processes_of_the_same_job_are_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "_work_with", set())
+    ticks = os.sysconf("SC_CLK_TCK")
+
+    def spent(all_s: int, job_s: int) -> None:
+        (tmp_path / "stat").write_text(f"cpu {all_s * ticks} 0 0 500 20 0 0 0\n")
+        (tmp_path / "7").mkdir(exist_ok=True)
+        # The name may be anything, and 14 s in the kernel are of the process as well.
+        of_process = f"7 (a) b) R {'0 ' * 10}{job_s * ticks} {14 * ticks} 0 0"
+        (tmp_path / "7" / "stat").write_text(of_process)
+
+    spent(100, 50)
+    others = OtherWork(tmp_path / "stat")
+    others.begin()
+    spent(1100, 1050)
+    assert others.num_processors() > 100
+    works_with([7, 8])
+    spent(100, 50)
+    others.begin()
+    spent(1100, 1050)
+    assert others.num_processors() == 0.0
+    (tmp_path / "7" / "stat").unlink()
+    assert others.num_processors() > 100
 
 
 def test_a_system_that_does_not_tell_has_no_other_work(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,9 @@ from torch.utils import _pytree as pytree
 
 import gascompile
 from gascompile.api import piped as piped_api
+from gascompile.passes.plan.make_plan import make_plan
 from gascompile.training.pipeline import pipeline
+from gascompile.training.planning import step_plan
 from tests.distributed.pipeline_faults import (
     differs,
     killed,
@@ -50,6 +53,8 @@ def trains(piped: Piped, folder: Path) -> dict[str, Any]:
     torch.manual_seed(RANK)  # others begin with other values, and take those of rank 0
     model = piped.model()
     with opened(piped, model, folder) as step:
+        with mock.patch.object(step_plan, "make_plan", wraps=make_plan) as planning:
+            step.prepare(batches()[0])
         losses = [step(batch) for batch in batches()]
         assert step.last_run is not None
         assert step.plan is not None
@@ -77,17 +82,20 @@ def trains(piped: Piped, folder: Path) -> dict[str, Any]:
         "peak": peak_bytes,
         "moved": moved_bytes,
         "said": said,
+        "num_planned": planning.call_count,
     }
 
 
 def resumes(piped: Piped, folder: Path) -> dict[str, Any]:
-    """Go on from the state of ``trains``."""
+    """Go on from the state of ``trains``, by its plans."""
     torch.manual_seed(RANK)
     model = piped.model()
     with opened(piped, model, folder) as step:
-        step.prepare(batches()[0])
+        with mock.patch.object(step_plan, "make_plan", wraps=make_plan) as planning:
+            step.prepare(batches()[0])
         step.load_state_dict(torch.load(folder / "state.pt", weights_only=True))
-        return {"losses": [step(batch) for batch in batches()[:2]]}
+        losses = [step(batch) for batch in batches()[:2]]
+    return {"losses": losses, "num_planned": planning.call_count}
 
 
 def beside(piped: Piped, folder: Path) -> dict[str, Any]:

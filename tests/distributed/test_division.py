@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from gascompile.training import division
 
 SIZES = {"small": 1 << 16, "large": 1 << 20, "medium": 1 << 19}
 Times = Callable[[Mapping[str, str]], float | None]
-"""Seconds of a step of one second of ops, by its division; ``None`` where nothing fits."""
+"""Seconds of a step, by its division; ``None`` where nothing fits."""
 
 
 @pytest.fixture(autouse=True)
@@ -25,10 +26,11 @@ def _chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 class Job:
     """Two ranks, of which the first one asks."""
 
-    def __init__(self, own: Times, other: Times) -> None:
-        self.own, self.other = own, other
+    def __init__(self, own: Times, other: Times, path: Path = Path("/dev/null/division")) -> None:
+        self.own, self.other, self.path = own, other, path
         self.tried: list[dict[str, str]] = []
-        self.kept: list[dict[str, str]] = []
+        self.other_knows = True
+        """The same that the first rank knows of an earlier job."""
         self.saved_s: tuple[float, float] = 0.0, 0.0
         """By each rank, where gradients are summed beside ops."""
         self.is_beside = False
@@ -41,28 +43,27 @@ class Job:
             time_s -= self.saved_s[0]
         if time_s is None:
             raise InfeasiblePlanError(required_bytes=2, limit_bytes=1, tier="cpu", op="one")
-        certificate = SimpleNamespace(predicted_s=time_s)
-        plan = SimpleNamespace(certificate=certificate, ops=[SimpleNamespace(time_s=1.0)])
+        plan = SimpleNamespace(certificate=SimpleNamespace(predicted_s=time_s))
         return dict(stages), SimpleNamespace(plan=plan)
 
     def compare(self, what: str, facts: bytes, numbers: Sequence[int]) -> list[list[int]]:
         if not numbers:
             raise RankError("rank 1 has failed", rank=1)
+        if "before" in what:
+            return [list(numbers), list(numbers) if self.other_knows else [-1]]
         time_s = self.other(self.tried[-1])
         if time_s is None:
-            return [list(numbers), [0, 0, 0]]
+            return [list(numbers), [0, 0]]
         time_s -= self.saved_s[1] * self.is_beside
         gains = int(not self.is_beside and self.saved_s[1] > 0)
-        return [list(numbers), [round(time_s * 1e6), 1_000_000, gains]]
+        return [list(numbers), [round(time_s * 1e6), gains]]
 
     def divide(self) -> division.RankDivision:
-        keep = lambda place, _: self.kept.append(place)  # noqa: E731
         made: Any = division.divide(
             self.attempt,
             SIZES,
             self.compare,
-            keep=keep,
-            gap=0.01,
+            path=self.path,
             gains=lambda _: self.saved_s[0] > 0,
         )
         place, _, found = made
@@ -71,6 +72,8 @@ class Job:
 
 
 def at(whole: float | None, kept: float | None, again: float | None, half: float | None) -> Times:
+    """Halves take as long in either way."""
+
     def times(stages: Mapping[str, str]) -> float | None:
         if stages and len(stages) < len(SIZES):
             return half
@@ -79,10 +82,26 @@ def at(whole: float | None, kept: float | None, again: float | None, half: float
     return times
 
 
-def test_where_nothing_waits_for_moves_nothing_else_is_planned() -> None:
-    job = Job(at(1.005, 0.5, 0.5, 0.5), at(1.0, 0.5, 0.5, 0.5))
+TRIED = [
+    {},
+    dict.fromkeys(SIZES, "kept"),
+    dict.fromkeys(SIZES, "again"),
+    {"large": "kept"},
+    {"large": "again"},
+]
+
+
+def test_whole_parameters_stay_where_nothing_is_faster() -> None:
+    job = Job(at(1.0, 0.9995, 1.1, 1.2), at(1.0, 0.9995, 1.1, 1.2))
     assert not job.divide().chosen.stages
-    assert job.tried == [{}]
+    assert job.tried == TRIED
+
+
+def test_more_memory_is_never_a_slower_step() -> None:
+    # With less memory whole parameters wait for moves; with more they do not, and a division is still the faster.
+    less, more = at(1.02, 0.98, 0.99, 1.0), at(1.0, 0.98, 0.99, 0.99)
+    times_s = [Job(memory, memory).divide().chosen.time_s for memory in (less, more)]
+    assert times_s == pytest.approx([0.98, 0.98], rel=1e-5)
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -92,18 +111,37 @@ def test_the_slowest_rank_decides(*, is_first: bool) -> None:
     found = job.divide()
     assert found.chosen.stages == dict.fromkeys(SIZES, "again")
     assert (found.chosen.time_s, found.whole.time_s) == pytest.approx((1.5, 3.0), rel=1e-5)
-    assert job.tried[3] == {"large": "again"}
-    assert job.kept == [{}, dict.fromkeys(SIZES, "kept"), {"large": "again"}]
+    assert job.tried == TRIED
+
+
+@pytest.mark.parametrize("other_knows", [True, False])
+def test_the_next_job_plans_what_all_ranks_have_chosen_alone(
+    tmp_path: Path, *, other_knows: bool
+) -> None:
+    times = at(3.0, 2.0, 1.5, 1.7)
+    found = Job(times, times, tmp_path / "ranks" / "division").divide()
+    job = Job(times, times, tmp_path / "ranks" / "division")
+    job.other_knows = other_knows
+    assert job.divide() == found
+    assert job.tried == ([dict.fromkeys(SIZES, "again")] if other_knows else TRIED)
+    assert str(found).startswith("each rank keeps a part of 3 parameters")
+
+
+@pytest.mark.parametrize(("was", "now"), [("}", ""), ("1048576", "1048577"), ('"again"', '"else"')])
+def test_a_choice_that_is_no_use_is_made_again(tmp_path: Path, was: str, now: str) -> None:
+    times, path = at(3.0, 2.0, 1.5, 1.7), tmp_path / "division"
+    Job(times, times, path).divide()
+    assert was in path.read_text()
+    path.write_text(path.read_text().replace(was, now))
+    job = Job(times, times, path)
+    job.divide()
+    assert job.tried == TRIED
 
 
 def test_what_one_rank_has_no_budget_for_is_none_of_the_others() -> None:
     found = Job(at(None, 2.0, None, 1.8), at(1.0, 1.0, 1.0, 1.0)).divide()
     assert found.chosen.stages == {"large": "kept"}
     assert "with whole parameters, which a rank has no budget for" in str(found)
-
-
-def test_a_gain_within_what_plans_are_known_to_is_none() -> None:
-    assert not Job(at(2.0, 1.99, 1.985, 1.0), at(2.0, 2.0, 2.0, 1.0)).divide().chosen.stages
 
 
 def test_a_budget_that_fits_nothing_is_refused_by_its_own_rank() -> None:
@@ -121,12 +159,12 @@ def test_a_budget_that_fits_nothing_is_refused_by_its_own_rank() -> None:
 def test_ranks_sum_gradients_beside_ops_together_or_not_at_all(
     saved_s: tuple[float, float], *, is_beside: bool
 ) -> None:
-    # Bound by ops: nothing is divided, and the slower second rank decides.
+    # The slower second rank decides, and nothing is faster divided.
     job = Job(at(0.9, 0.9, 0.9, 0.9), at(1.0, 1.0, 1.0, 1.0))
     job.saved_s = saved_s
     found = job.divide()
     assert found.chosen.beside == is_beside
     wanted_s = max(0.9 - saved_s[0], 1.0 - saved_s[1]) if is_beside else 1.0
     assert found.chosen.time_s == pytest.approx(wanted_s, rel=1e-5)
-    assert found.num_tried == 0
-    assert job.kept == ([{}] if any(saved_s) else [])
+    assert found.num_tried == len(TRIED) - 1
+    assert not found.chosen.stages

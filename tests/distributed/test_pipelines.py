@@ -90,8 +90,9 @@ def test_equal_to_one_process(two: Path, name: str) -> None:
 def test_a_state_is_one_processes_too(two: Path) -> None:
     again = left_by(two, 2, "resumes")
     alone = pipeline_worker.resumes(PIPED["gpt"], two / "gpt")
-    for rank in again:
+    for rank, before in zip(again, left_by(two, 2, "trains:gpt"), strict=True):
         close(rank["losses"], alone["losses"])
+        assert (before["num_planned"], rank["num_planned"]) == (1, 0)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
@@ -10,8 +11,10 @@ from torch.utils import _pytree as pytree
 
 from gascompile.core.program import BoundSpec, InputSpec, Program, draws
 from gascompile.distributed.stage_ops import is_of_stages
-from gascompile.training.capture.joint import Joint
 from gascompile.training.optimizers import update_ops
+
+if TYPE_CHECKING:
+    from gascompile.training.capture.joint import Joint
 
 
 def bound_spec(node: fx.Node) -> BoundSpec:
