@@ -288,10 +288,9 @@ class Runner:
             raise PlanMismatchError(f"{near.reason}. {advice(near)}")
         if near is not None and near.is_value:
             _log.warning("%s: the model is planned again, as at each change of it", near.reason)
-            # In the place of the one that is out of date: a value may change at every call.
-            self.units.remove(units[misfits.index(near)])
-            near = None
-        elif near is not None and near.is_near:
+            # In the place of the one that is out of date, as a value may change at every call; once it can be made.
+            return self._add(self.planning.leaving(call.taken_bytes), call, of=units[misfits.index(near)])
+        if near is not None and near.is_near:
             _log.info("%s: this call gets a plan of its own", near.reason)
         planning = self.planning.leaving(call.taken_bytes)
         if near is None or near.is_near:
@@ -318,8 +317,8 @@ class Runner:
                 return unit
         return self._add(planning, call)
 
-    def _add(self, planning: Planning, call: Call, sizes: str = "") -> Unit:
-        """Return a new plan, which takes the place of the one used least lately if there are too many."""
+    def _add(self, planning: Planning, call: Call, sizes: str = "", of: Unit | None = None) -> Unit:
+        """Return a new plan, in the place of ``of``, or of the one used least lately if there are too many."""
         begun_s = time.perf_counter()
         unit = self._planned(planning, lambda: planning.prepare(call.args, call.kwargs))
         if (why_not := unit.misfit(call.leaves, call.spec)) is not None:
@@ -327,6 +326,8 @@ class Runner:
                 f"{why_not.reason}, though it was made for this call: its arguments change as a container of theirs is "
                 "taken apart. Pass tensors in lists or dicts, or copies of them that are contiguous"
             )
+        if of in self.units:
+            self.units.remove(of)
         self._keep(unit, sizes, begun_s)
         return unit
 
@@ -369,8 +370,7 @@ class Runner:
         model = planning.model
         values, forward = Values.of(model, _PARAMETERS), GivenForward(model)
         self._buffers = Values.of(model, "_buffers")
-        if self._changed():
-            self.units.clear()
+        is_out_of_date = self._changed() is not None
         if has_taken_states(self.session):
             # The model is looked at.
             self._open.close()
@@ -379,6 +379,8 @@ class Runner:
             made = make()
         finally:
             self._is_planning = False
+        if is_out_of_date:
+            self.units.clear()
         self._values, self._given_forward = values, forward
         return made
 

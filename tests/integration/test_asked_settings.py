@@ -84,11 +84,16 @@ def test_what_another_answer_in_a_capture_would_decide_is_refused(tmp_path: Path
         lambda _m, y: 2.0 if y.grad_fn is None else 3.0,
     ],
 )
+@pytest.mark.parametrize("is_given", [False, True])
 def test_what_gradients_would_decide_is_refused_where_they_are_recorded(
-    asks: Asks, tmp_path: Path
+    asks: Asks, tmp_path: Path, *, is_given: bool
 ) -> None:
     model, x = Scaled(asks), torch.randn(2, 4)
-    compiled = gascompile.compile(model, "1MiB", machine=MACHINE, cache_dir=tmp_path, fuse="off")
+    examples = (x,) if is_given else None
+    with torch.no_grad():
+        compiled = gascompile.compile(
+            model, "1MiB", examples, machine=MACHINE, cache_dir=tmp_path, fuse="off"
+        )
     with compiled:
         for around in (torch.no_grad, nullcontext, torch.no_grad):
             with around():

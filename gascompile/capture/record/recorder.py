@@ -102,6 +102,8 @@ class Running:
         """Code of the program that is to run in the backward pass, where nothing is recorded, in words."""
         self.settings: dict[str, object] = {}
         """Of torch's, what the program asks for, with what it was told."""
+        self.asks_past = False
+        """Whether it asks torch itself where it was to be told that gradients are recorded."""
         self.inputs: AskedInputs | None = None
         """Of the call that is captured; ``None`` where nobody follows them."""
         self.packed: dict[str, None] = {}
@@ -167,6 +169,8 @@ class Running:
     def _asks_setting(self, name: str, frame: types.FrameType | None) -> None:
         if (self.inputs is not None or name not in OF_CALLS) and caller_of(frame) is not None:
             self.settings.setdefault(name, SETTINGS[name]())
+            is_told = self.inputs is not None and self.inputs.is_recording
+            self.asks_past = self.asks_past or (name == GRADIENTS and is_told)
 
     def answer(self, func: object, args: tuple[Any, ...]) -> tuple[object] | None:
         """Return in a tuple what the model's code is told of an input; ``None`` where the substitute may say it."""
