@@ -289,7 +289,9 @@ class Runner:
         if near is not None and near.is_value:
             _log.warning("%s: the model is planned again, as at each change of it", near.reason)
             # In the place of the one that is out of date, as a value may change at every call; once it can be made.
-            return self._add(self.planning.leaving(call.taken_bytes), call, of=units[misfits.index(near)])
+            return self._add(
+                self.planning.leaving(call.taken_bytes), call, of=units[misfits.index(near)]
+            )
         if near is not None and near.is_near:
             _log.info("%s: this call gets a plan of its own", near.reason)
         planning = self.planning.leaving(call.taken_bytes)
