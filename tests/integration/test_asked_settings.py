@@ -149,3 +149,31 @@ def test_what_the_code_asks_of_parameters_is_part_of_its_plan(
     ) as compiled:
         change(model)
         assert torch.equal(compiled(x), model(x))
+
+
+class Padded(nn.Module):
+    """An encoder and the positions that count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1)
+
+    def forward(self, x: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor:
+        y: torch.Tensor = self.encoder(x, src_key_padding_mask=padding)
+        return y
+
+
+def test_encoders_that_pack_by_values_of_a_mask_are_refused(tmp_path: Path) -> None:
+    model, x = Padded().eval(), torch.randn(2, 5, 4)
+    padding = torch.arange(5) >= torch.tensor([[3], [5]])
+    with gascompile.compile(
+        model, "1MiB", machine=MACHINE, cache_dir=tmp_path, fuse="off"
+    ) as compiled:
+        with pytest.raises(CaptureError, match="use_nested_tensor = False"):
+            compiled(x, padding)
+        torch.testing.assert_close(compiled(x), model(x))
+        model.encoder.use_nested_tensor = False
+        for around in (torch.no_grad, nullcontext):
+            with around():
+                torch.testing.assert_close(compiled(x, padding), model(x, padding))

@@ -260,6 +260,11 @@ class Recorder:
         return self._running.settings
 
     @property
+    def nests(self) -> bool:
+        """Whether eager would take what is padded out of batches, which no capture can follow."""
+        return self._running.nests
+
+    @property
     def asks_past(self) -> bool:
         """Whether the program asks for gradients in a way in which it cannot be told another answer."""
         return self._running.asks_past

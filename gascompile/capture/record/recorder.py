@@ -32,6 +32,7 @@ from gascompile.capture.record.asked_inputs import (
     AskedInputs,
 )
 from gascompile.capture.record.asked_settings import (
+    FASTPATH,
     GRADIENTS,
     OF_CALLS,
     SETTINGS,
@@ -108,6 +109,8 @@ class Running:
         """Of the call that is captured; ``None`` where nobody follows them."""
         self.packed: dict[str, None] = {}
         """Where hooks on saved tensors were set, of which a trace of the backward pass knows nothing."""
+        self.nests = False
+        """Whether a ``nn.TransformerEncoder`` may pack what is padded, if calls record no gradients."""
         self.digest: CallDigest | None = None
         """Of what the program has torch compute; ``None`` where nobody asks."""
 
@@ -257,6 +260,15 @@ class Running:
         if caller is not None:
             self.packed[caller.f_code.co_qualname] = None
 
+    def encodes(self, frame: types.FrameType) -> None:
+        """Note an encoder of torch's that takes values of a mask to decide by, but not in a capture."""
+        given = frame.f_locals
+        module, is_padded = given["self"], given.get("src_key_padding_mask") is not None
+        if is_padded and given.get("mask") is None and getattr(module, "use_nested_tensor", False):
+            self.settings.setdefault(FASTPATH, SETTINGS[FASTPATH]())
+            is_fast = bool(self.settings[FASTPATH]) and not torch.is_autocast_enabled("cpu")
+            self.nests = self.nests or (is_fast and not module.layers[0].training)
+
     def applies(self, frame: types.FrameType) -> None:
         """Note a function with a backward pass of its own."""
         kind = frame.f_locals.get("cls")
@@ -379,6 +391,7 @@ _HANDLERS: dict[int, Callable[[Running, types.FrameType], None]] = {
         (torch.Tensor.register_hook, Running.hooks),
         (torch.Tensor.register_post_accumulate_grad_hook, Running.hooks),
         (torch.autograd.graph.saved_tensors_hooks.__init__, Running.packs),
+        (torch.nn.TransformerEncoder.forward, Running.encodes),
         (vars(torch.autograd.Function)["apply"].__func__, Running.applies),
     )
 }
