@@ -95,7 +95,7 @@ class Runner:
         self._is_fixed = bool(units)
         self._ranges = Ranges(planning.model) if planning is not None else None
         self._is_planning = False
-        self._buffers: Values | None = None
+        self._buffers = Values.of(planning.model, "_buffers") if planning is not None else None
         """Before the latest plan was made."""
         self._given_forward = GivenForward(planning.model) if planning is not None else None
         self._values = Values.of(planning.model, _PARAMETERS) if planning is not None else None
@@ -104,6 +104,8 @@ class Runner:
             self._cache_dir, on_exceed=on_exceed, from_file=planning is None, ranks=ranks
         )
         self._last: Unit | None = units[0] if units else None
+        for unit in units:
+            unit.reads(self._buffers)
         if units:
             self._activate(units[0])
 
@@ -286,15 +288,13 @@ class Runner:
         if self.planning is None or (self._is_fixed and not is_near):
             assert near is not None
             raise PlanMismatchError(f"{near.reason}. {advice(near)}")
+        planning = self.planning.leaving(call.taken_bytes)
         if near is not None and near.is_value:
             _log.warning("%s: the model is planned again, as at each change of it", near.reason)
             # In the place of the one that is out of date, as a value may change at every call; once it can be made.
-            return self._add(
-                self.planning.leaving(call.taken_bytes), call, of=units[misfits.index(near)]
-            )
+            return self._add(planning, call, of=units[misfits.index(near)])
         if near is not None and near.is_near:
             _log.info("%s: this call gets a plan of its own", near.reason)
-        planning = self.planning.leaving(call.taken_bytes)
         if near is None or near.is_near:
             return self._add(planning, call)
         return self._in_range(planning, call)
@@ -353,8 +353,7 @@ class Runner:
         return self._turn.take(run)
 
     def _keep(self, unit: Unit, sizes: str, begun_s: float) -> None:
-        if self._buffers is not None:
-            unit.buffers = self._buffers.read(unit.bundle.program.bound, unit.bundle.held)
+        unit.reads(self._buffers)
         self.units.append(unit)
         seconds = time.perf_counter() - begun_s
         _log.info("plan %d of %s", len(self.units), unit.in_words(sizes, seconds))

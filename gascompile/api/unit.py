@@ -77,6 +77,11 @@ class Unit:
             _ = unit.in_spec, unit.out_spec
         return unit
 
+    def reads(self, buffers: Values | None) -> None:
+        """Take note of those of a model's ``buffers`` that the plan reads, as they were before it was made."""
+        if buffers is not None:
+            self.buffers = buffers.read(self.bundle.program.bound, self.bundle.held)
+
     @property
     def sizes_in_words(self) -> str:
         """The tensors of a call, with their sizes."""

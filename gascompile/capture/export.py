@@ -121,9 +121,9 @@ def _captured(
         _require_no_transforms(program.graph_module)
         if recorder.nests:
             raise CaptureError(
-                f"{type(model).__name__} gives a nn.TransformerEncoder a padding mask: without gradients torch computes "
-                "zeros where it pads, with them something else, by values of the mask, and a plan cannot follow. What to "
-                "do: set use_nested_tensor = False on the encoder, which computes as with gradients"
+                f"{type(model).__name__} gives a nn.TransformerEncoder a padding mask: without gradients torch "
+                "computes zeros where it pads, with them something else, by values of the mask, and a plan cannot "
+                "follow. What to do: set use_nested_tensor = False on the encoder, which computes as with gradients"
             )
         return EffectTrace(
             captured=(program, canonical, *inputs),

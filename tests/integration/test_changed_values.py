@@ -160,11 +160,20 @@ CHANGES: list[Callable[[Normed], object]] = [
 ]
 
 
-def test_buffers_and_what_modules_get_later_are_those_of_now(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_given", [False, True])
+def test_buffers_and_what_modules_get_later_are_those_of_now(
+    tmp_path: Path, *, is_given: bool
+) -> None:
     net, twin, x = Normed(), Normed(), torch.randn(4, 8)
     twin.load_state_dict(net.state_dict())
-    with torch.no_grad(), gascompile.compile(net, cache_dir=tmp_path, fuse="off") as compiled:
-        for learns in (False, True, False):
+    examples = (x, False) if is_given else None
+    with (
+        torch.no_grad(),
+        gascompile.compile(
+            net, example_inputs=examples, cache_dir=tmp_path, fuse="off"
+        ) as compiled,
+    ):
+        for learns in (False,) if is_given else (False, True, False):
             torch.testing.assert_close(compiled(x, learns), twin(x, learns))
             torch.testing.assert_close(net.mean, twin.mean)
         for change in CHANGES:
