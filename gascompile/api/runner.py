@@ -295,9 +295,8 @@ class Runner:
             return self._add(planning, call, of=units[misfits.index(near)])
         if near is not None and near.is_near:
             _log.info("%s: this call gets a plan of its own", near.reason)
-        if near is None or near.is_near:
-            return self._add(planning, call)
-        return self._in_range(planning, call)
+        is_alone = near is None or near.is_near
+        return self._add(planning, call) if is_alone else self._in_range(planning, call)
 
     def _used(self, unit: Unit) -> Unit:
         """Have the plans in the order in which they were used."""
@@ -369,11 +368,12 @@ class Runner:
 
     def _planned(self, planning: Planning, make: Callable[[], Made]) -> Made:
         model = planning.model
+        # The model is looked at, and may be read into files.
+        self._pull_states()
         values, forward = Values.of(model, _PARAMETERS), GivenForward(model)
         self._buffers = Values.of(model, "_buffers")
         is_out_of_date = self._changed() is not None
         if has_taken_states(self.session):
-            # The model is looked at.
             self._open.close()
         self._is_planning = True
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import cProfile
 import gc
 import logging
@@ -192,6 +193,32 @@ def test_what_a_device_has_written_is_read_by_other_plans(tmp_path: Path) -> Non
         for learns in (False, True, True, False, True, False):
             torch.testing.assert_close(compiled(x, learns), twin(x, learns))
     torch.testing.assert_close(net.mean, twin.mean)
+
+
+@pytest.mark.parametrize("machine", [None, "emulated"])
+def test_what_was_written_before_a_mode_or_memory_changes_counts(
+    tmp_path: Path, machine: str | None
+) -> None:
+    net, x = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).train(), torch.randn(4, 8)
+    twin = copy.deepcopy(net)
+    changes: list[Callable[[Any], object]] = [
+        nn.Module.eval,
+        nn.Module.train,
+        lambda net: setattr(net[1].running_mean, "data", torch.ones(8)),
+        nn.Module.eval,
+    ]
+    with (
+        torch.no_grad(),
+        gascompile.compile(net, None, (x,), cache_dir=tmp_path, machine=machine) as compiled,
+    ):
+        for change in changes:
+            for _ in range(2):
+                torch.testing.assert_close(compiled(x), twin(x))
+            change(net)
+            change(twin)
+        torch.testing.assert_close(compiled(x), twin(x))
+        for name, value in compiled.state_dict().items():
+            torch.testing.assert_close(value, twin.state_dict()[name])
 
 
 class Clears(nn.Module):
