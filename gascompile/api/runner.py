@@ -210,9 +210,13 @@ class Runner:
         from gascompile.bundles.check import note_checked
 
         self.pull_states()
-        bundle = self.current().bundle
-        digest = save_bundle(bundle, Path(folder))
-        if lies_in(bundle, Path(folder)):
+        unit = self.current()
+        if (why_not := unit.misfit_of_model() or self._changed(unit)) is not None:
+            raise PlanMismatchError(
+                f"{why_not.reason}; call the compiled model once, and save then"
+            )
+        digest = save_bundle(unit.bundle, Path(folder))
+        if lies_in(unit.bundle, Path(folder)):
             # Those that were read from are links to the same content now.
             self.close()
         note_checked(digest, self._cache_dir)
@@ -281,9 +285,7 @@ class Runner:
                 return self._used(unit)
             misfits.append(why_not)
         # Where only that differs a plan is made though shapes are given once and for all.
-        near = min(
-            misfits, key=lambda why_not: (not why_not.is_value, not why_not.is_near), default=None
-        )
+        near = min(misfits, key=lambda why: (not why.is_value, not why.is_near), default=None)
         is_near = near is not None and near.is_near
         if self.planning is None or (self._is_fixed and not is_near):
             assert near is not None

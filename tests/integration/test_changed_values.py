@@ -21,7 +21,7 @@ from gascompile.api.guards import Values, require_apart
 from gascompile.capture.record.record import CaptureRecord
 from gascompile.capture.record.watched import Reads
 from gascompile.capture.record.watches import watch
-from gascompile.core.errors import CompiledModelError
+from gascompile.core.errors import CompiledModelError, PlanMismatchError
 
 _logger = logging.getLogger(__name__)
 
@@ -219,6 +219,27 @@ def test_what_was_written_before_a_mode_or_memory_changes_counts(
         torch.testing.assert_close(compiled(x), twin(x))
         for name, value in compiled.state_dict().items():
             torch.testing.assert_close(value, twin.state_dict()[name])
+
+
+def test_a_bundle_is_of_the_model_of_now(tmp_path: Path) -> None:
+    net: Any = nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(0.1))
+    x = torch.randn(4, 8)
+    changes: list[Callable[[], object]] = [
+        lambda: net[0].weight.mul_(2),
+        lambda: setattr(net[1], "negative_slope", 0.5),
+    ]
+    with (
+        torch.no_grad(),
+        gascompile.compile(net, None, (x,), cache_dir=tmp_path / "cache") as compiled,
+    ):
+        for change in changes:
+            change()
+            with pytest.raises(PlanMismatchError, match="save then"):
+                compiled.save(tmp_path / "bundle")
+            expected = compiled(x)
+            compiled.save(tmp_path / "bundle")
+            with gascompile.load(tmp_path / "bundle", allow_code=True) as loaded:
+                assert torch.equal(loaded(x), expected)
 
 
 class Clears(nn.Module):

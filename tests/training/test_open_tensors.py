@@ -267,19 +267,6 @@ def test_writing_is_taken_over(opened: Trained, plain: Trained) -> None:
     assert_same(opened.optimizer.state_dict(), plain.optimizer.state_dict(), "closed")
 
 
-def test_states_that_are_kept_do_not_stand_for_what_is_loaded(
-    opened: Trained, tmp_path: Path
-) -> None:
-    assert opened.step is not None
-    opened.step.save(tmp_path / "checkpoints")
-    wanted = {name: value.clone() for name, value in opened.model.state_dict().items()}
-    opened.step(batches(2)[1])
-    kept = opened.model.state_dict()
-    opened.step.load(tmp_path / "checkpoints")
-    assert_same(opened.model.state_dict(), wanted, "loaded")
-    assert not torch.equal(kept[NAME], wanted[NAME])
-
-
 def test_all_else_says_what_to_do(opened: Trained) -> None:
     assert opened.step is not None
     before = opened.step.state_dict()
