@@ -212,9 +212,7 @@ class Runner:
         self.pull_states()
         unit = self.current()
         if (why_not := unit.misfit_of_model() or self._changed(unit)) is not None:
-            raise PlanMismatchError(
-                f"{why_not.reason}; call the compiled model once, and save then"
-            )
+            raise PlanMismatchError(f"{why_not.reason}; call the model once, and save then")
         digest = save_bundle(unit.bundle, Path(folder))
         if lies_in(unit.bundle, Path(folder)):
             # Those that were read from are links to the same content now.
