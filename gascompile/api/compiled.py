@@ -170,6 +170,7 @@ class CompiledModel(nn.Module):
         Weights that came from no file of yours are part of the bundle. An older bundle is replaced, at once.
 
         Raises:
+            PlanMismatchError: the model has changed since its latest call.
             StorageError: the folder cannot be written or holds something else than a bundle, or a weight file has
                 changed.
         """

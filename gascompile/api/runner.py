@@ -95,7 +95,7 @@ class Runner:
         self._is_fixed = bool(units)
         self._ranges = Ranges(planning.model) if planning is not None else None
         self._is_planning = False
-        self._buffers: Values | None = None
+        self._buffers = Values.of(planning.model, "_buffers") if planning is not None else None
         """Before the latest plan was made."""
         self._given_forward = GivenForward(planning.model) if planning is not None else None
         self._values = Values.of(planning.model, _PARAMETERS) if planning is not None else None
@@ -104,6 +104,8 @@ class Runner:
             self._cache_dir, on_exceed=on_exceed, from_file=planning is None, ranks=ranks
         )
         self._last: Unit | None = units[0] if units else None
+        for unit in units:
+            unit.reads(self._buffers)
         if units:
             self._activate(units[0])
 
@@ -208,9 +210,11 @@ class Runner:
         from gascompile.bundles.check import note_checked
 
         self.pull_states()
-        bundle = self.current().bundle
-        digest = save_bundle(bundle, Path(folder))
-        if lies_in(bundle, Path(folder)):
+        unit = self.current()
+        if (why_not := unit.misfit_of_model() or self._changed(unit)) is not None:
+            raise PlanMismatchError(f"{why_not.reason}; call the model once, and save then")
+        digest = save_bundle(unit.bundle, Path(folder))
+        if lies_in(unit.bundle, Path(folder)):
             # Those that were read from are links to the same content now.
             self.close()
         note_checked(digest, self._cache_dir)
@@ -279,24 +283,20 @@ class Runner:
                 return self._used(unit)
             misfits.append(why_not)
         # Where only that differs a plan is made though shapes are given once and for all.
-        near = min(
-            misfits, key=lambda why_not: (not why_not.is_value, not why_not.is_near), default=None
-        )
+        near = min(misfits, key=lambda why: (not why.is_value, not why.is_near), default=None)
         is_near = near is not None and near.is_near
         if self.planning is None or (self._is_fixed and not is_near):
             assert near is not None
             raise PlanMismatchError(f"{near.reason}. {advice(near)}")
+        planning = self.planning.leaving(call.taken_bytes)
         if near is not None and near.is_value:
             _log.warning("%s: the model is planned again, as at each change of it", near.reason)
-            # In the place of the one that is out of date: a value may change at every call.
-            self.units.remove(units[misfits.index(near)])
-            near = None
-        elif near is not None and near.is_near:
+            # In the place of the one that is out of date, as a value may change at every call; once it can be made.
+            return self._add(planning, call, of=units[misfits.index(near)])
+        if near is not None and near.is_near:
             _log.info("%s: this call gets a plan of its own", near.reason)
-        planning = self.planning.leaving(call.taken_bytes)
-        if near is None or near.is_near:
-            return self._add(planning, call)
-        return self._in_range(planning, call)
+        is_alone = near is None or near.is_near
+        return self._add(planning, call) if is_alone else self._in_range(planning, call)
 
     def _used(self, unit: Unit) -> Unit:
         """Have the plans in the order in which they were used."""
@@ -318,8 +318,8 @@ class Runner:
                 return unit
         return self._add(planning, call)
 
-    def _add(self, planning: Planning, call: Call, sizes: str = "") -> Unit:
-        """Return a new plan, which takes the place of the one used least lately if there are too many."""
+    def _add(self, planning: Planning, call: Call, sizes: str = "", of: Unit | None = None) -> Unit:
+        """Return a new plan, in the place of ``of``, or of the one used least lately if there are too many."""
         begun_s = time.perf_counter()
         unit = self._planned(planning, lambda: planning.prepare(call.args, call.kwargs))
         if (why_not := unit.misfit(call.leaves, call.spec)) is not None:
@@ -327,6 +327,8 @@ class Runner:
                 f"{why_not.reason}, though it was made for this call: its arguments change as a container of theirs is "
                 "taken apart. Pass tensors in lists or dicts, or copies of them that are contiguous"
             )
+        if of in self.units:
+            self.units.remove(of)
         self._keep(unit, sizes, begun_s)
         return unit
 
@@ -350,8 +352,7 @@ class Runner:
         return self._turn.take(run)
 
     def _keep(self, unit: Unit, sizes: str, begun_s: float) -> None:
-        if self._buffers is not None:
-            unit.buffers = self._buffers.read(unit.bundle.program.bound, unit.bundle.held)
+        unit.reads(self._buffers)
         self.units.append(unit)
         seconds = time.perf_counter() - begun_s
         _log.info("plan %d of %s", len(self.units), unit.in_words(sizes, seconds))
@@ -367,18 +368,20 @@ class Runner:
 
     def _planned(self, planning: Planning, make: Callable[[], Made]) -> Made:
         model = planning.model
+        # The model is looked at, and may be read into files.
+        self._pull_states()
         values, forward = Values.of(model, _PARAMETERS), GivenForward(model)
         self._buffers = Values.of(model, "_buffers")
-        if self._changed():
-            self.units.clear()
+        is_out_of_date = self._changed() is not None
         if has_taken_states(self.session):
-            # The model is looked at.
             self._open.close()
         self._is_planning = True
         try:
             made = make()
         finally:
             self._is_planning = False
+        if is_out_of_date:
+            self.units.clear()
         self._values, self._given_forward = values, forward
         return made
 

@@ -77,6 +77,11 @@ class Unit:
             _ = unit.in_spec, unit.out_spec
         return unit
 
+    def reads(self, buffers: Values | None) -> None:
+        """Take note of those of a model's ``buffers`` that the plan reads, as they were before it was made."""
+        if buffers is not None:
+            self.buffers = buffers.read(self.bundle.program.bound, self.bundle.held)
+
     @property
     def sizes_in_words(self) -> str:
         """The tensors of a call, with their sizes."""
@@ -139,11 +144,12 @@ class Unit:
 
     def misfit(self, leaves: list[Any], spec: pytree.TreeSpec) -> Misfit | None:
         """Return why a call does not fit the plan, or ``None`` when it does."""
-        why_not = self._call_misfit(leaves, spec)
-        changed = self.basis.changed() if why_not is None and self.basis is not None else None
-        if changed is not None:
-            return Misfit(f"{changed}, which is part of the plan", is_value=True)
-        return why_not
+        return self._call_misfit(leaves, spec) or self.misfit_of_model()
+
+    def misfit_of_model(self) -> Misfit | None:
+        """Return which value that the capture read is another now, or ``None``."""
+        changed = self.basis.changed() if self.basis is not None else None
+        return Misfit(f"{changed}, which is part of the plan", is_value=True) if changed else None
 
     def _call_misfit(self, leaves: list[Any], spec: pytree.TreeSpec) -> Misfit | None:
         # Where tensors lie decides what is seen of writes to them; in calls that write to none nothing depends on it.

@@ -91,7 +91,8 @@ def write_capture(
         return
     constants = save_tensors({name: t.detach().contiguous().clone() for name, t in held.items()})
     rest = {"facts": facts, "known": serial.to_json(known), "held": serial.raw_digest(constants)}
-    text = json.dumps({"format": _FORMAT, **trace, **rest}, separators=(",", ":")).encode()
+    own = {"format": _FORMAT, "key": folder.name}
+    text = json.dumps({**own, **trace, **rest}, separators=(",", ":")).encode()
     contents = {_TRACE: b"\n".join([serial.raw_digest(text).encode(), text]), _HELD: constants}
     temporary = ""
     try:
@@ -132,6 +133,8 @@ def _read(folder: Path) -> KeptCapture:
     data = serial.parse_json(text, where=_TRACE)
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
         raise FormatError(f"it is not of the format {_FORMAT!r}")
+    if data.get("key") != folder.name:
+        raise FormatError("it was kept under another name")
     raw = read_regular(folder / _HELD, max_bytes=2 * _MOST_HELD_BYTES)
     if serial.raw_digest(raw) != data["held"]:
         raise FormatError("the checksum of its constants differs")

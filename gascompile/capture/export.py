@@ -119,6 +119,7 @@ def _captured(
         except Exception as error:  # torch.export raises whatever the model's own code raises
             raise _capture_error(model, error) from error
         _require_no_transforms(program.graph_module)
+        _require_no_packing(recorder, model)
         return EffectTrace(
             captured=(program, canonical, *inputs),
             graph_module=program.graph_module,
@@ -148,6 +149,20 @@ def _captured(
         )
     captured = to_program(type(model).__name__, *trace.captured)
     return replace(captured, record=steady.record), steady
+
+
+def _require_no_packing(recorder: Recorder, model: nn.Module) -> None:
+    """Return if no encoder of torch's would take what is padded out of batches.
+
+    Raises:
+        CaptureError: one would.
+    """
+    if recorder.nests:
+        raise CaptureError(
+            f"{type(model).__name__} gives a nn.TransformerEncoder a padding mask: without gradients torch computes "
+            "zeros where it pads, with them something else, by values of the mask, and a plan cannot follow. What to "
+            "do: set use_nested_tensor = False on the encoder, which computes as with gradients"
+        )
 
 
 def _require_no_transforms(graph_module: torch.fx.GraphModule) -> None:

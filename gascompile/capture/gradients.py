@@ -82,6 +82,12 @@ def without_gradients(
     if exports is not None:
         other = exports(spaces=_spaces(record))
         other.recorder.restore()
+        if other.recorder.asks_past:
+            raise CaptureError(
+                f"{who} asks whether gradients are recorded by a name for {GRADIENTS} that is no global of its code, "
+                "where a capture cannot tell it another answer. What to do: ask by torch.is_grad_enabled(), or compile "
+                "and call it under torch.no_grad()"
+            )
         if other.digest() != digest:
             raise CaptureError(
                 f"{who} computes something else where gradients are recorded, which it asks for ({GRADIENTS}, or "
@@ -111,6 +117,6 @@ def _calls_when_told(call: GradientCall, spaces: Spaces) -> str | None:
     try:
         with recorder.around(), tracing(), told(spaces), exporting(), mode:
             twin(*args, **kwargs)
-        return recorder.calls
+        return None if recorder.asks_past else recorder.calls
     finally:
         recorder.restore()

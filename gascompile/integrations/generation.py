@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 
 from gascompile.api.compile import make_job
+from gascompile.api.guards import Values
 from gascompile.api.matching import advice, settings_misfit
 from gascompile.api.sources import open_source
 from gascompile.api.unit import Unit
@@ -111,7 +112,7 @@ class Generator:
             config=config,
         )
         self._most_tokens = min(prefill_tokens, self.max_length - 1)
-        self._units = plan_generation(self._job, self._most_tokens)
+        self._units = self._planned()
         self._held: list[int] = []
         self._turn = Turn()
         self._open: tuple[Session, dict[str, Executor]] | None = None
@@ -150,7 +151,8 @@ class Generator:
 
         Raises:
             ValueError: an argument is out of range.
-            PlanMismatchError: autocast is on, or off, where it was not when the plans were made.
+            PlanMismatchError: autocast is on, or off, where it was not when the plans were made, or the model has
+                changed since.
             StorageError: a weight cannot be read; the generator stays usable.
         """
         tokens = self._checked_prompt(input_ids)
@@ -228,11 +230,34 @@ class Generator:
         executor = self._open[1][name]
         if (why_not := settings_misfit(self._units.decode.bundle.plan)) is not None:
             raise PlanMismatchError(f"{why_not.reason}. {advice(why_not)}")
+        if (changed := self._changed(name)) is not None:
+            raise PlanMismatchError(
+                f"{changed}: the model has changed since the plans were made. Make another Generator, or call generate "
+                "of what gascompile.compile returns, which plans again"
+            )
         logits: torch.Tensor
         (logits,) = executor.run(torch.tensor([part]), torch.tensor(position))
         assert executor.last_run is not None
         self.last_run = self.last_runs[name] = executor.last_run
         return logits[0]
+
+    def _changed(self, name: str) -> str | None:
+        """Return what of the model a plan was made with and is another now, in words."""
+        unit = _named(self._units)[name]
+        changed = unit.basis.changed() if unit.basis is not None else None
+        changed = changed or self._values.changed()
+        return changed or (unit.buffers.changed() if unit.buffers is not None else None)
+
+    def _planned(self, *, again: bool = False) -> Units:
+        """Return the plans, and take note of the values of now."""
+        self._values, buffers = (Values.of(self._step, of) for of in ("_parameters", "_buffers"))
+        units = plan_generation(self._job, self._most_tokens, again=again)
+        caches = {id(tensor) for tensor in self._step.cache_tensors()}
+        for unit in _named(units).values():
+            # What is in the cache was computed with those that stay in memory, too.
+            program, held = unit.bundle.program, unit.bundle.held
+            unit.buffers = buffers.read(program.bound, [n for n in held if id(held[n]) in caches])
+        return units
 
     def _plan_again(self, part: list[int], error: BudgetExceededError, *, is_last: bool) -> None:
         """Plan with what an op was found to take. What the stopped run has written is written again."""
@@ -247,7 +272,7 @@ class Generator:
             error.planned_bytes,
         )
         self._close()
-        self._units = plan_generation(self._job, self._most_tokens, again=True)
+        self._units = self._planned(again=True)
         self._open_session()
 
     def _open_session(self) -> None:

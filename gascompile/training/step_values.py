@@ -248,7 +248,10 @@ class StepValues:
             if failure:
                 self._holdings.failure = failure
                 states.persistent.recover()
-            yield states
+            try:
+                yield states
+            finally:
+                states.covers.changed()
         except CheckpointError:
             # Found before anything was changed.
             self._holdings.failure = failure

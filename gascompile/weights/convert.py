@@ -125,8 +125,15 @@ def conversion_errors(path: str | Path) -> Mapping[str, float]:
 
 
 def _key(items: Mapping[str, Item], stamps: Sequence[FileStamp]) -> str:
-    """Return a hash of all that the file is made from; where the sources lie does not matter."""
-    known = {stamp.path: [stamp.digest, stamp.size_bytes, stamp.mtime_ns] for stamp in stamps}
+    """Return a hash of all that the file is made from; where the sources lie does not matter.
+
+    The time of a file's content may be set, as archives and images do, to one that others have; that of its last change
+    may not.
+    """
+    known = {
+        stamp.path: [stamp.digest, stamp.size_bytes, stamp.mtime_ns, _changed_ns(stamp.path)]
+        for stamp in stamps
+    }
     parts = [
         [
             name,
@@ -140,6 +147,13 @@ def _key(items: Mapping[str, Item], stamps: Sequence[FileStamp]) -> str:
     ]
     raw = json.dumps([LAYOUT, _CONTENT, parts]).encode()
     return serial.raw_digest(raw)
+
+
+def _changed_ns(path: str) -> int:
+    try:
+        return os.stat(path).st_ctime_ns
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def _holds(path: Path, advance: Advance) -> bool:

@@ -40,7 +40,7 @@ class DeviceStates:
         """
         self._device = device
         self._held = dict(held)
-        self._seen = {name: _version(tensor) for name, tensor in self._held.items()}
+        self._seen = {name: _stamp(tensor) for name, tensor in self._held.items()}
         self.tensors: Mapping[str, torch.Tensor] = (
             self._held if device.is_host else _copies(device, self._held)
         )
@@ -51,10 +51,10 @@ class DeviceStates:
         if self._device.is_host:
             return
         for name, tensor in self._held.items():
-            version = _version(tensor)
-            if version != self._seen[name]:
+            stamp = _stamp(tensor)
+            if stamp != self._seen[name]:
                 distinct(self.tensors[name]).copy_(distinct(tensor.detach()))
-                self._seen[name] = version
+                self._seen[name] = stamp
 
     def pull(self) -> None:
         """Bring the caller's tensors up to date; blocks until the device has done all it was given."""
@@ -68,7 +68,7 @@ class DeviceStates:
             fresh, own = distinct(self.tensors[name]).to(held.device), distinct(held.detach())
             if not torch.equal(_bytes(fresh), _bytes(own)):
                 own.copy_(fresh)
-            self._seen[name] = _version(held)
+            self._seen[name] = _stamp(held)
 
     def close(self) -> None:
         """Bring the caller's tensors up to date and give the device's memory back; idempotent."""
@@ -97,9 +97,9 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
-def _version(tensor: torch.Tensor) -> int:
-    """Return a number that grows with every write to the memory of ``tensor``; 0 where torch does not count."""
-    return 0 if tensor.is_inference() else int(tensor._version)
+def _stamp(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return what differs after every write to ``tensor``, where torch counts them, and once it has other memory."""
+    return 0 if tensor.is_inference() else int(tensor._version), tensor.data_ptr()
 
 
 def _copies(device: Keeper, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

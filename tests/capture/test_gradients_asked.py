@@ -103,6 +103,27 @@ def test_what_the_answer_decides_is_refused(what: str) -> None:
         capture(model, (x,), {})
 
 
+def _by_default(x: torch.Tensor, ask: Callable[[], bool] = torch.is_grad_enabled) -> torch.Tensor:
+    return x * (2.0 if ask() else 3.0)
+
+
+UNTOLD: dict[str, Body] = {
+    "a default": lambda m, x: _by_default(m.one(x)),
+    "an attribute": lambda m, x: m.one(x) * (2.0 if m.ask() else 3.0),
+    "torch's own": lambda m, x: m.one(x) * (2.0 if torch._C.is_grad_enabled() else 3.0),
+}
+
+
+@pytest.mark.parametrize("what", UNTOLD)
+def test_names_by_which_nobody_can_be_told_another_answer_are_refused(what: str) -> None:
+    model, x = _Asking(UNTOLD[what]).eval(), torch.randn(3, 4)
+    vars(model)["ask"] = torch.is_grad_enabled
+    with torch.enable_grad(), pytest.raises(CaptureError, match="is no global of its code"):
+        capture(model, (x,), {})
+    with torch.no_grad():
+        capture(model, (x,), {})
+
+
 @pytest.mark.parametrize("what", IDLE)
 def test_one_trace_is_enough_where_the_answer_decides_nothing(what: str) -> None:
     model, x = _Asking(IDLE[what]).eval(), torch.randn(3, 4)

@@ -84,11 +84,16 @@ def test_what_another_answer_in_a_capture_would_decide_is_refused(tmp_path: Path
         lambda _m, y: 2.0 if y.grad_fn is None else 3.0,
     ],
 )
+@pytest.mark.parametrize("is_given", [False, True])
 def test_what_gradients_would_decide_is_refused_where_they_are_recorded(
-    asks: Asks, tmp_path: Path
+    asks: Asks, tmp_path: Path, *, is_given: bool
 ) -> None:
     model, x = Scaled(asks), torch.randn(2, 4)
-    compiled = gascompile.compile(model, "1MiB", machine=MACHINE, cache_dir=tmp_path, fuse="off")
+    examples = (x,) if is_given else None
+    with torch.no_grad():
+        compiled = gascompile.compile(
+            model, "1MiB", examples, machine=MACHINE, cache_dir=tmp_path, fuse="off"
+        )
     with compiled:
         for around in (torch.no_grad, nullcontext, torch.no_grad):
             with around():
@@ -144,3 +149,31 @@ def test_what_the_code_asks_of_parameters_is_part_of_its_plan(
     ) as compiled:
         change(model)
         assert torch.equal(compiled(x), model(x))
+
+
+class Padded(nn.Module):
+    """An encoder and the positions that count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1)
+
+    def forward(self, x: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor:
+        y: torch.Tensor = self.encoder(x, src_key_padding_mask=padding)
+        return y
+
+
+def test_encoders_that_pack_by_values_of_a_mask_are_refused(tmp_path: Path) -> None:
+    model, x = Padded().eval(), torch.randn(2, 5, 4)
+    padding = torch.arange(5) >= torch.tensor([[3], [5]])
+    with gascompile.compile(
+        model, "1MiB", machine=MACHINE, cache_dir=tmp_path, fuse="off"
+    ) as compiled:
+        with pytest.raises(CaptureError, match="use_nested_tensor = False"):
+            compiled(x, padding)
+        torch.testing.assert_close(compiled(x), model(x))
+        model.encoder.use_nested_tensor = False
+        for around in (torch.no_grad, nullcontext):
+            with around():
+                torch.testing.assert_close(compiled(x, padding), model(x, padding))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import cProfile
 import gc
 import logging
@@ -20,7 +21,7 @@ from gascompile.api.guards import Values, require_apart
 from gascompile.capture.record.record import CaptureRecord
 from gascompile.capture.record.watched import Reads
 from gascompile.capture.record.watches import watch
-from gascompile.core.errors import CompiledModelError
+from gascompile.core.errors import CompiledModelError, PlanMismatchError
 
 _logger = logging.getLogger(__name__)
 
@@ -160,11 +161,20 @@ CHANGES: list[Callable[[Normed], object]] = [
 ]
 
 
-def test_buffers_and_what_modules_get_later_are_those_of_now(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_given", [False, True])
+def test_buffers_and_what_modules_get_later_are_those_of_now(
+    tmp_path: Path, *, is_given: bool
+) -> None:
     net, twin, x = Normed(), Normed(), torch.randn(4, 8)
     twin.load_state_dict(net.state_dict())
-    with torch.no_grad(), gascompile.compile(net, cache_dir=tmp_path, fuse="off") as compiled:
-        for learns in (False, True, False):
+    examples = (x, False) if is_given else None
+    with (
+        torch.no_grad(),
+        gascompile.compile(
+            net, example_inputs=examples, cache_dir=tmp_path, fuse="off"
+        ) as compiled,
+    ):
+        for learns in (False,) if is_given else (False, True, False):
             torch.testing.assert_close(compiled(x, learns), twin(x, learns))
             torch.testing.assert_close(net.mean, twin.mean)
         for change in CHANGES:
@@ -183,6 +193,53 @@ def test_what_a_device_has_written_is_read_by_other_plans(tmp_path: Path) -> Non
         for learns in (False, True, True, False, True, False):
             torch.testing.assert_close(compiled(x, learns), twin(x, learns))
     torch.testing.assert_close(net.mean, twin.mean)
+
+
+@pytest.mark.parametrize("machine", [None, "emulated"])
+def test_what_was_written_before_a_mode_or_memory_changes_counts(
+    tmp_path: Path, machine: str | None
+) -> None:
+    net, x = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).train(), torch.randn(4, 8)
+    twin = copy.deepcopy(net)
+    changes: list[Callable[[Any], object]] = [
+        nn.Module.eval,
+        nn.Module.train,
+        lambda net: setattr(net[1].running_mean, "data", torch.ones(8)),
+        nn.Module.eval,
+    ]
+    with (
+        torch.no_grad(),
+        gascompile.compile(net, None, (x,), cache_dir=tmp_path, machine=machine) as compiled,
+    ):
+        for change in changes:
+            for _ in range(2):
+                torch.testing.assert_close(compiled(x), twin(x))
+            change(net)
+            change(twin)
+        torch.testing.assert_close(compiled(x), twin(x))
+        for name, value in compiled.state_dict().items():
+            torch.testing.assert_close(value, twin.state_dict()[name])
+
+
+def test_a_bundle_is_of_the_model_of_now(tmp_path: Path) -> None:
+    net: Any = nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(0.1))
+    x = torch.randn(4, 8)
+    changes: list[Callable[[], object]] = [
+        lambda: net[0].weight.mul_(2),
+        lambda: setattr(net[1], "negative_slope", 0.5),
+    ]
+    with (
+        torch.no_grad(),
+        gascompile.compile(net, None, (x,), cache_dir=tmp_path / "cache") as compiled,
+    ):
+        for change in changes:
+            change()
+            with pytest.raises(PlanMismatchError, match="save then"):
+                compiled.save(tmp_path / "bundle")
+            expected = compiled(x)
+            compiled.save(tmp_path / "bundle")
+            with gascompile.load(tmp_path / "bundle", allow_code=True) as loaded:
+                assert torch.equal(loaded(x), expected)
 
 
 class Clears(nn.Module):

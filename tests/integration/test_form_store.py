@@ -96,6 +96,18 @@ def test_two_processes_at_once_write_one_file(folder: Path) -> None:
     assert_right(folder)
 
 
+def test_other_values_under_the_same_time_are_converted_anew(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    convert(folder)
+    time_ns = file.stat().st_mtime_ns
+    save_file({"w": torch.randn(ROWS, COLUMNS)}, file)
+    os.utime(file, ns=(time_ns, time_ns))
+    (stamp,) = convert(folder).stamps
+    packed = load_file(stamp.path)["w"]
+    assert torch.equal(packed, pack(load_file(file)["w"], "int8", 16))
+    assert convert(folder).stamps == (stamp,)
+
+
 def test_a_killed_process_leaves_nothing_that_is_used(folder: Path) -> None:
     process = worker(folder, "killed")
     start(process)

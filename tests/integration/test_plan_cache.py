@@ -97,6 +97,30 @@ def test_plans_without_a_run_and_costs_are_made_of_the_kept_capture_too(
         planned("20MiB", cache)
 
 
+class Scaled(nn.Module):
+    """One of two models that differ in a constant."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, 4), scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x) * self.scale
+        return y
+
+
+def test_a_capture_under_the_name_of_another_is_not_used(cache: Path) -> None:
+    models, x = (Scaled(2.0), Scaled(3.0)), torch.randn(2, 4)
+    for model in models:
+        gascompile.compile(model, "1MiB", (x,), cache_dir=cache).close()
+    one, two = (cache / "captures").iterdir()
+    shutil.rmtree(two)
+    one.rename(two)
+    for model in models:
+        with gascompile.compile(model, "2MiB", (x,), cache_dir=cache) as compiled:
+            torch.testing.assert_close(compiled(x), model(x))
+
+
 @pytest.mark.parametrize(
     ("file", "damage"),
     [

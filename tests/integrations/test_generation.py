@@ -386,3 +386,14 @@ def test_tokens_under_autocast_are_refused(generator: Generator, llama: tuple[Pa
     ):
         next(generator.stream(PROMPT, NUM_NEW))
     assert list(generator.stream(PROMPT, NUM_NEW)) == eager_tokens(llama[1], PROMPT, NUM_NEW)
+
+
+def test_a_model_that_has_changed_is_refused(cache: Path) -> None:
+    model = _lively(transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SHALLOW)))
+    head, rope, norm = model.lm_head.weight, model.model.rotary_emb, vars(model.model.norm)
+    for change in (head.neg_, rope.inv_freq.neg_, lambda: norm.update(variance_epsilon=1.0)):
+        with _open(model, "8MiB", cache) as generator, torch.no_grad():
+            assert list(generator.stream(PROMPT, 4)) == eager_tokens(model, PROMPT, 4)
+            change()
+            with pytest.raises(PlanMismatchError, match="has changed since"):
+                next(generator.stream(PROMPT, 4))

@@ -246,6 +246,32 @@ def test_views_go_through_checkpoints(tmp_path: Path) -> None:
     assert aliases(model) == before
 
 
+def test_states_that_are_kept_do_not_stand_for_views_of_what_is_written(tmp_path: Path) -> None:
+    model = made(BufferOfParameter)
+    options: dict[str, Any] = {"machine": MACHINE, "cache_dir": tmp_path}
+    with compile_step(model, mse, sgd(model), "64MiB", BATCH, **options) as step, torch.no_grad():
+        step(BATCH)
+        for name, other in (("one.weight", "turned"), ("turned", "one.weight")):
+            kept = model.state_dict()
+            (model.get_parameter if name != "turned" else model.get_buffer)(name).add_(1)
+            now = model.state_dict()
+            assert torch.equal(now[other], kept[other] + 1)
+
+
+def test_states_that_are_kept_do_not_stand_for_what_is_loaded(tmp_path: Path) -> None:
+    model = made(BufferOfParameter)
+    options: dict[str, Any] = {"machine": MACHINE, "cache_dir": tmp_path}
+    with compile_step(model, mse, sgd(model), "64MiB", BATCH, **options) as step:
+        step.save(tmp_path / "run")
+        wanted = {name: value.clone() for name, value in model.state_dict().items()}
+        step(BATCH)
+        kept = model.state_dict()
+        step.load(tmp_path / "run")
+        now = model.state_dict()
+        assert all(torch.equal(now[name], value) for name, value in wanted.items())
+        assert not torch.equal(kept["turned"], wanted["turned"])
+
+
 def test_a_write_to_a_view_leaves_the_rest_of_its_owner(tmp_path: Path) -> None:
     model = made(ParameterOfParameter)
     expected = made(ParameterOfParameter)

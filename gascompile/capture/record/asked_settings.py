@@ -21,6 +21,7 @@ from gascompile.core.errors import CaptureError
 Program = Callable[[FrameType | None], object]
 """Says whose frame a call comes from; ``None`` where that is no code of the model's."""
 GRADIENTS = "torch.is_grad_enabled()"
+FASTPATH = "torch.backends.mha.get_fastpath_enabled()"
 _CALLED: dict[str, Callable[[], object]] = {
     f"{function.__module__}.{function.__name__}()".replace("torch._C.", "torch."): function
     for function in (

@@ -260,6 +260,16 @@ class Recorder:
         return self._running.settings
 
     @property
+    def nests(self) -> bool:
+        """Whether eager would take what is padded out of batches, which no capture can follow."""
+        return self._running.nests
+
+    @property
+    def asks_past(self) -> bool:
+        """Whether the program asks for gradients in a way in which it cannot be told another answer."""
+        return self._running.asks_past
+
+    @property
     def calls(self) -> str | None:
         """A digest of what a single call that was followed had torch compute; ``None`` where nobody can say."""
         return self._running.digest.value if self._running.digest is not None else None

@@ -32,6 +32,7 @@ from gascompile.capture.record.asked_inputs import (
     AskedInputs,
 )
 from gascompile.capture.record.asked_settings import (
+    FASTPATH,
     GRADIENTS,
     OF_CALLS,
     SETTINGS,
@@ -102,10 +103,14 @@ class Running:
         """Code of the program that is to run in the backward pass, where nothing is recorded, in words."""
         self.settings: dict[str, object] = {}
         """Of torch's, what the program asks for, with what it was told."""
+        self.asks_past = False
+        """Whether it asks torch itself where it was to be told that gradients are recorded."""
         self.inputs: AskedInputs | None = None
         """Of the call that is captured; ``None`` where nobody follows them."""
         self.packed: dict[str, None] = {}
         """Where hooks on saved tensors were set, of which a trace of the backward pass knows nothing."""
+        self.nests = False
+        """Whether a ``nn.TransformerEncoder`` may pack what is padded, if calls record no gradients."""
         self.digest: CallDigest | None = None
         """Of what the program has torch compute; ``None`` where nobody asks."""
 
@@ -167,6 +172,8 @@ class Running:
     def _asks_setting(self, name: str, frame: types.FrameType | None) -> None:
         if (self.inputs is not None or name not in OF_CALLS) and caller_of(frame) is not None:
             self.settings.setdefault(name, SETTINGS[name]())
+            is_told = self.inputs is not None and self.inputs.is_recording
+            self.asks_past = self.asks_past or (name == GRADIENTS and is_told)
 
     def answer(self, func: object, args: tuple[Any, ...]) -> tuple[object] | None:
         """Return in a tuple what the model's code is told of an input; ``None`` where the substitute may say it."""
@@ -252,6 +259,15 @@ class Running:
         caller = caller_of(frame.f_back)
         if caller is not None:
             self.packed[caller.f_code.co_qualname] = None
+
+    def encodes(self, frame: types.FrameType) -> None:
+        """Note an encoder of torch's that takes values of a mask to decide by, but not in a capture."""
+        given = frame.f_locals
+        module, is_padded = given["self"], given.get("src_key_padding_mask") is not None
+        if is_padded and given.get("mask") is None and getattr(module, "use_nested_tensor", False):
+            self.settings.setdefault(FASTPATH, SETTINGS[FASTPATH]())
+            is_fast = bool(self.settings[FASTPATH]) and not torch.is_autocast_enabled("cpu")
+            self.nests = self.nests or (is_fast and not module.layers[0].training)
 
     def applies(self, frame: types.FrameType) -> None:
         """Note a function with a backward pass of its own."""
@@ -375,6 +391,7 @@ _HANDLERS: dict[int, Callable[[Running, types.FrameType], None]] = {
         (torch.Tensor.register_hook, Running.hooks),
         (torch.Tensor.register_post_accumulate_grad_hook, Running.hooks),
         (torch.autograd.graph.saved_tensors_hooks.__init__, Running.packs),
+        (torch.nn.TransformerEncoder.forward, Running.encodes),
         (vars(torch.autograd.Function)["apply"].__func__, Running.applies),
     )
 }

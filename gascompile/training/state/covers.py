@@ -75,7 +75,7 @@ class Covers:
             cover.lift()
 
     def changed(self) -> None:
-        """Take note that a step has changed values."""
+        """Take note that values have changed."""
         for cover in self._covers:
             cover.forget_copy()
 

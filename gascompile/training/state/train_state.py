@@ -159,6 +159,8 @@ class States(NamedValues):
         self._before_access()
         self.generation += 1
         self.assign(name, value)
+        # Others may be views of it.
+        self.covers.changed()
 
     def stepped(self) -> None:
         """Take note of an update of the parameters that had a gradient."""
@@ -246,7 +248,6 @@ class States(NamedValues):
                 self.assign(own, model[name])
             elif isinstance(kept[name], torch.Tensor):
                 kept[name].detach().copy_(model[name])
-        self.covers.changed()
         self._take_over(*checked)
 
     def _wanted(self, kept: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
