@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +15,8 @@ import torch
 from torch._decomp import decomposition_table
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from gascompile.core.shared_context import SharedContext
 
 _aten = torch.ops.aten
 _INPUTS = {
@@ -32,34 +33,6 @@ _MOST_SHAPES = 1 << 16
 """Calls whose fake results are remembered: some 100 MB. A model of a hundred layers makes fewer than 1,000 of them."""
 _results: dict[Any, Any] = {}
 """What torch remembers of fake results that have true strides, for the next context; its own differ."""
-
-
-class _Contexts:
-    """Those that are open, in all threads: torch's tables are the process's."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.count = 0
-        self.undo = contextlib.ExitStack()
-
-
-_contexts = _Contexts()
-
-
-@contextlib.contextmanager
-def true_strides() -> Iterator[None]:
-    """Let fake tensors have the strides of real ones."""
-    with _contexts.lock:
-        if _contexts.count == 0:
-            _contexts.undo.enter_context(_replaced())
-        _contexts.count += 1
-    try:
-        yield
-    finally:
-        with _contexts.lock:
-            _contexts.count -= 1
-            if _contexts.count == 0:
-                _contexts.undo.close()
 
 
 @contextlib.contextmanager
@@ -98,3 +71,7 @@ def _laid_out(description: Callable[..., Any], number: int) -> Callable[..., Any
         return (first, *rest)
 
     return described
+
+
+true_strides = SharedContext(_replaced)
+"""Encloses what lets fake tensors have the strides of real ones; torch's tables are the process's."""
