@@ -31,7 +31,28 @@ _INPUTS = {
 
 _MOST_SHAPES = 1 << 16
 """Calls whose fake results are remembered: some 100 MB. A model of a hundred layers makes fewer than 1,000 of them."""
-_results: dict[Any, Any] = {}
+
+
+class _Results(dict[Any, Any]):
+    """Fake results by call. Those of a graph are known by its identity, and kept apart to be found at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._of_graphs: list[Any] = []
+
+    def __setitem__(self, call: Any, result: Any) -> None:
+        if _is_of_graph(call):
+            self._of_graphs.append(call)
+        super().__setitem__(call, result)
+
+    def forget_graphs(self) -> None:
+        """Drop results of graphs: torch drops them with the graph only while they are in use."""
+        for call in self._of_graphs:
+            self.pop(call, None)
+        self._of_graphs.clear()
+
+
+_results = _Results()
 """What torch remembers of fake results that have true strides, for the next context; its own differ."""
 
 
@@ -41,7 +62,8 @@ def _replaced() -> Iterator[None]:
     own = FakeTensorMode.cache
     if len(_results) > _MOST_SHAPES:
         _results.clear()
-    _forget_graphs(own)
+    for call in [call for call in own if _is_of_graph(call)]:
+        del own[call]
     try:
         for op, description in before.items():
             decomposition_table[op] = _laid_out(description, _INPUTS[op])
@@ -51,13 +73,11 @@ def _replaced() -> Iterator[None]:
         for op, description in before.items():
             decomposition_table[op] = description
         FakeTensorMode.cache = own
-        _forget_graphs(_results)
+        _results.forget_graphs()
 
 
-def _forget_graphs(results: dict[Any, Any]) -> None:
-    """Drop results that are kept by the identity of a graph: torch drops them with it only while they are in use."""
-    for call in [call for call in results if not isinstance(call.key[0], torch._ops.OpOverload)]:
-        del results[call]
+def _is_of_graph(call: Any) -> bool:
+    return not isinstance(call.key[0], torch._ops.OpOverload)
 
 
 def _laid_out(description: Callable[..., Any], number: int) -> Callable[..., Any]:
