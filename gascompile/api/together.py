@@ -80,7 +80,8 @@ class _Stage(Job):
 
     def workload(self) -> Workload:
         """Return the planning problem of this program."""
-        return self.annotated(self.capture((), self.kwargs).program).workload
+        entry = self.entry((), self.kwargs, self.open_checkpoint()) if not self.captures else None
+        return self.annotated(self.capture((), self.kwargs, entry).program).workload
 
 
 def plan_together(

@@ -8,13 +8,14 @@ from contextlib import contextmanager
 
 import torch
 
+from gascompile.core.quick_traces import quick_traces
 from gascompile.core.true_strides import true_strides
 
 
 @contextmanager
 def tracing() -> Iterator[None]:
     """Record no gradients, lay out fake results as kernels do, and leave out warnings of what is looked at anyway."""
-    with torch.no_grad(), warnings.catch_warnings(), true_strides():
+    with torch.no_grad(), warnings.catch_warnings(), true_strides(), quick_traces():
         # Recurrent layers set up their own list of weights again while they are traced.
         warnings.filterwarnings("ignore", message=r".*\._flat_weights\[")
         # What later calls find in one is looked at.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +15,8 @@ import torch
 from torch._decomp import decomposition_table
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from gascompile.core.shared_context import SharedContext
 
 _aten = torch.ops.aten
 _INPUTS = {
@@ -30,36 +31,29 @@ _INPUTS = {
 
 _MOST_SHAPES = 1 << 16
 """Calls whose fake results are remembered: some 100 MB. A model of a hundred layers makes fewer than 1,000 of them."""
-_results: dict[Any, Any] = {}
-"""What torch remembers of fake results that have true strides, for the next context; its own differ."""
 
 
-class _Contexts:
-    """Those that are open, in all threads: torch's tables are the process's."""
+class _Results(dict[Any, Any]):
+    """Fake results by call. Those of a graph are known by its identity, and kept apart to be found at once."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.count = 0
-        self.undo = contextlib.ExitStack()
+        super().__init__()
+        self._of_graphs: list[Any] = []
+
+    def __setitem__(self, call: Any, result: Any) -> None:
+        if _is_of_graph(call):
+            self._of_graphs.append(call)
+        super().__setitem__(call, result)
+
+    def forget_graphs(self) -> None:
+        """Drop results of graphs: torch drops them with the graph only while they are in use."""
+        for call in self._of_graphs:
+            self.pop(call, None)
+        self._of_graphs.clear()
 
 
-_contexts = _Contexts()
-
-
-@contextlib.contextmanager
-def true_strides() -> Iterator[None]:
-    """Let fake tensors have the strides of real ones."""
-    with _contexts.lock:
-        if _contexts.count == 0:
-            _contexts.undo.enter_context(_replaced())
-        _contexts.count += 1
-    try:
-        yield
-    finally:
-        with _contexts.lock:
-            _contexts.count -= 1
-            if _contexts.count == 0:
-                _contexts.undo.close()
+_results = _Results()
+"""What torch remembers of fake results that have true strides, for the next context; its own differ."""
 
 
 @contextlib.contextmanager
@@ -68,7 +62,8 @@ def _replaced() -> Iterator[None]:
     own = FakeTensorMode.cache
     if len(_results) > _MOST_SHAPES:
         _results.clear()
-    _forget_graphs(own)
+    for call in [call for call in own if _is_of_graph(call)]:
+        del own[call]
     try:
         for op, description in before.items():
             decomposition_table[op] = _laid_out(description, _INPUTS[op])
@@ -78,13 +73,11 @@ def _replaced() -> Iterator[None]:
         for op, description in before.items():
             decomposition_table[op] = description
         FakeTensorMode.cache = own
-        _forget_graphs(_results)
+        _results.forget_graphs()
 
 
-def _forget_graphs(results: dict[Any, Any]) -> None:
-    """Drop results that are kept by the identity of a graph: torch drops them with it only while they are in use."""
-    for call in [call for call in results if not isinstance(call.key[0], torch._ops.OpOverload)]:
-        del results[call]
+def _is_of_graph(call: Any) -> bool:
+    return not isinstance(call.key[0], torch._ops.OpOverload)
 
 
 def _laid_out(description: Callable[..., Any], number: int) -> Callable[..., Any]:
@@ -98,3 +91,7 @@ def _laid_out(description: Callable[..., Any], number: int) -> Callable[..., Any
         return (first, *rest)
 
     return described
+
+
+true_strides = SharedContext(_replaced)
+"""Encloses what lets fake tensors have the strides of real ones; torch's tables are the process's."""

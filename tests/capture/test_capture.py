@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._export.passes import replace_set_grad_with_hop_pass
 from torch._export.utils import _collect_all_valid_cia_ops
 from torch.utils import _pytree as pytree
 
@@ -49,6 +50,36 @@ def test_program_and_its_json_equal_eager(name: str) -> None:
     assert [node.name for node in reread.op_nodes()] == [
         node.name for node in found.program.op_nodes()
     ]
+
+
+class _Helped(nn.Module):
+    @torch.no_grad()
+    def scale(self, x: torch.Tensor) -> torch.Tensor:
+        return x.abs().amax()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.scale(x) + 1).relu()
+
+
+def test_gradients_that_are_switched_to_what_they_are_cut_no_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuts = []
+    cut = vars(replace_set_grad_with_hop_pass)["sequential_split"]
+
+    def seen(*args: Any, **options: Any) -> Any:
+        cuts.append(args)
+        return cut(*args, **options)
+
+    monkeypatch.setattr(replace_set_grad_with_hop_pass, "sequential_split", seen)
+    model, kwargs = _Helped().eval(), {"x": torch.randn(3, 4)}
+    with torch.no_grad():
+        torch.export.export(model, (), kwargs)
+    assert len(cuts) == 1, "or this shows nothing"
+    found = capture(model, (), kwargs)
+    assert len(cuts) == 1
+    (output,) = run(found, model, kwargs, found.program)
+    assert torch.equal(output, model(**kwargs))
 
 
 @pytest.mark.parametrize("overload", [False, True], ids=["op", "overload"])

@@ -17,7 +17,7 @@ from gascompile.training.pipeline.schedule import orders
 from gascompile.training.pipeline.stage_problem import cuts
 from tests.distributed import pipeline_worker
 from tests.distributed.pipeline_jobs import PIPED, TIGHT_BYTES, batches, loss_fn, train_eagerly
-from tests.distributed.test_ranks import close, left_by, run_job
+from tests.distributed.test_ranks import close, left_by, run_forked_job, run_job
 from tests.training.trials import TRANSFER_BYTES
 
 _WORKER = "tests.distributed.pipeline_worker"
@@ -50,7 +50,7 @@ def three(two: Path) -> tuple[Path, dict[str, dict[str, Any]]]:
     """What three ranks left that went on from checkpoints of two stages and of one process; and that process."""
     alone = {name: pipeline_worker.loads(PIPED[name], two / name) for name in PIPED}
     asked = [f"{kind}:{name}" for name, kinds in LOADS.items() for kind in kinds]
-    codes = run_job(two, 3, *asked, "killed in a call", worker=_WORKER)
+    codes = run_forked_job(two, 3, *asked, "killed in a call", worker=_WORKER)
     assert codes == [0, -signal.SIGKILL, 0], (two / "log-0").read_text()[-3000:]
     return two, alone
 
@@ -99,7 +99,8 @@ def test_a_state_is_one_processes_too(two: Path) -> None:
 def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two pipelines of two stages left; a rank ends itself in the end."""
     folder = tmp_path_factory.mktemp("four")
-    codes = run_job(folder, 4, *(f"beside:{n}" for n in PIPED), "killed beside", worker=_WORKER)
+    asked = [*(f"beside:{n}" for n in PIPED), "killed beside"]
+    codes = run_forked_job(folder, 4, *asked, worker=_WORKER)
     said = [(folder / f"log-{rank}").read_text()[-2000:] for rank in range(4)]
     assert codes == [0, 0, -signal.SIGKILL, 0], said
     return folder

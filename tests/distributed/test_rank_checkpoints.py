@@ -21,7 +21,7 @@ from gascompile.training.dcp import CheckpointReader, CheckpointWriter, consolid
 from gascompile.training.step import TrainingStep
 from tests.distributed.checkpoint_worker import SCENARIO, one, whole_batches
 from tests.distributed.jobs import loss_fn
-from tests.distributed.test_ranks import close, left_by, run_job
+from tests.distributed.test_ranks import close, left_by, run_forked_job
 
 WORKER = "tests.distributed.checkpoint_worker"
 
@@ -30,12 +30,12 @@ WORKER = "tests.distributed.checkpoint_worker"
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, TrainingStep]]:
     """Return what two ranks have left, and three that went on from it, and a step of this process."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    codes = run_job(folder, 2, "saves", "dies", worker=WORKER)
+    codes = run_forked_job(folder, 2, "saves", "dies", worker=WORKER)
     assert codes == [0, -signal.SIGKILL], log(folder)
     with one(folder, stage=None) as step:
         assert step.load(folder / "one") == {"number": 9}
         step.save(folder / "single", {"number": 1})
-    assert run_job(folder, 3, "loads", worker=WORKER) == [0, 0, 0], log(folder)
+    assert run_forked_job(folder, 3, "loads", worker=WORKER) == [0, 0, 0], log(folder)
     with one(folder, stage=None) as step:
         yield folder, step
 

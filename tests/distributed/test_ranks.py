@@ -38,17 +38,14 @@ def run_job(
     folder: Path, size: int, *asked: str, worker: str = "tests.distributed.rank_worker"
 ) -> list[int]:
     """Run the same scenarios on ``size`` ranks; return the exit codes."""
-    port = str(free_port())
     ranks: list[subprocess.Popen[bytes]] = []
+    of_job = _environment()
     for rank in range(size):
         env = {
-            **os.environ,
+            **of_job,
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "OMP_NUM_THREADS": "1",
             "PYTHONHASHSEED": str(rank),
         }
         command = [sys.executable, "-m", worker, str(folder), *asked]
@@ -60,6 +57,29 @@ def run_job(
     finally:
         for process in ranks:
             process.kill()
+
+
+def run_forked_job(folder: Path, size: int, *asked: str, worker: str) -> list[int]:
+    """Do the same with ranks that import what they need once, and order sets alike."""
+    command = [sys.executable, "-m", "tests.distributed.forked_ranks"]
+    with subprocess.Popen(
+        [*command, worker, str(size), str(folder), *asked],
+        cwd=_ROOT,
+        env=_environment(),
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as launcher:
+        try:
+            codes: list[int] = json.loads(launcher.communicate(timeout=_LIMIT_S)[0])
+            return codes
+        except subprocess.TimeoutExpired:
+            os.killpg(launcher.pid, signal.SIGKILL)
+            raise
+
+
+def _environment() -> dict[str, str]:
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **job}
 
 
 def left_by(folder: Path, size: int, asked: str, *ranks: int) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ import pytest
 
 from tests.fuzz.seeds import make_seeds
 
-RUNS = int(os.environ.get("GASCOMPILE_FUZZ_RUNS", "600"))
+RUNS = int(os.environ.get("GASCOMPILE_FUZZ_RUNS", "300"))
 FIRST = int(os.environ.get("GASCOMPILE_FUZZ_FIRST", "0"))
 _PER_PROCESS = 5000
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import transformers
 from torch import nn
 
+from gascompile.capture.export import capture
 from gascompile.core.config import CACHE_VARIABLE
 from gascompile.core.errors import (
     CheckpointError,
@@ -219,6 +221,41 @@ def test_a_second_start_neither_captures_nor_plans(
     monkeypatch.setattr("gascompile.capture.export.capture", never)
     monkeypatch.setattr("gascompile.passes.plan.make_plan.make_plan", never)
     assert start() == first
+
+
+def test_another_budget_is_planned_of_the_kept_capture(
+    llama: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of one token; captures with sizes that are not fixed are not kept."""
+    captured: list[int] = []
+
+    def seen(model: nn.Module, args: Any, kwargs: Any, **options: Any) -> Any:
+        captured.append(kwargs["input_ids"].shape[1])
+        return capture(model, args, kwargs, **options)
+
+    def start(budget: int) -> list[int]:
+        captured.clear()
+        with _open(llama[0], budget, tmp_path) as generator:
+            assert list(generator.stream(PROMPT, 4)) == eager_tokens(llama[1], PROMPT, 4)
+        return captured
+
+    monkeypatch.setattr("gascompile.capture.export.capture", seen)
+    assert start(400_000) == [1, 8]
+    assert start(600_000) == [8]
+    monkeypatch.setattr(type(llama[1]), "forward", _opposite(type(llama[1]).forward))
+    assert start(800_000) == [1, 8]
+
+
+def _opposite(forward: Any) -> Any:
+    """Return a forward that picks the least probable token."""
+
+    @functools.wraps(forward)
+    def opposite(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = forward(self, *args, **kwargs)
+        found.logits = -found.logits
+        return found
+
+    return opposite
 
 
 def test_a_damaged_memo_is_planned_again(

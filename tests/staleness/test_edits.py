@@ -203,3 +203,27 @@ def test_what_a_library_makes_of_its_own_functions_is_no_programs(
         now = [place for place, _ in replaced_functions()]
         assert sorted(set(now) - set(before)) == ["torch.nn.functional.relu"]
         assert module_print(model).key != key
+
+
+def test_what_was_a_librarys_is_looked_at_again_when_it_is_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In its place among a module's globals, or in the function itself; and when it is put back."""
+    before = [place for place, _ in replaced_functions()]
+
+    def other(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+        return 3 * x
+
+    def changed() -> set[str]:
+        return {place for place, _ in replaced_functions()} - set(before)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.functional, "softsign", other)
+        assert changed() == {"torch.nn.functional.softsign"}
+        patch.setattr(nn.functional, "softsign", lambda x: x)
+        assert changed() == {"torch.nn.functional.softsign"}
+    assert changed() == set()
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.functional.tanhshrink, "__code__", other.__code__)
+        assert "torch.nn.functional.tanhshrink" in changed()
+    assert changed() == set()

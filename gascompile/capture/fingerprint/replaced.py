@@ -7,9 +7,11 @@ import inspect
 import sys
 import types
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
+from torch._C._dynamo.guards import dict_version
 
 from gascompile.capture.fingerprint.code_origin import (
     Origin,
@@ -18,8 +20,12 @@ from gascompile.capture.fingerprint.code_origin import (
     origin_of_module,
 )
 
-_versioned_files: set[str] = set()
-"""Files whose functions need no second look."""
+_code_of = attrgetter("__code__")
+_Held = tuple[int, list[types.FunctionType], list[types.CodeType]]
+_libraries_own: dict[str, _Held] = {}
+"""Modules that held functions of libraries alone when they were last looked at: the version of their globals, the
+functions and their code. A version changes with whatever is set or taken away and no two dictionaries ever have the
+same; a function may be given other code where it lies. Comparing both takes a third of the time of looking anew."""
 _PASSING_ON = {
     "RESUME", "COPY_FREE_VARS", "PUSH_NULL", "LOAD_DEREF", "LOAD_FAST", "LOAD_FAST_BORROW", "PRECALL", "CALL",
     "RETURN_VALUE",
@@ -30,25 +36,31 @@ _PASSING_ON = {
 def replaced_functions() -> list[tuple[str, types.FunctionType]]:
     """Return the place and the function of every global of a library that the program has set."""
     functions = list(_foreign("torch.Tensor", vars(torch.Tensor)))
+    before = _libraries_own.copy()
+    _libraries_own.clear()
     modules: list[tuple[str, Any]] = sorted(
         sys.modules.items()
     )  # a program puts what it likes there
     for name, module in modules:
-        if isinstance(module, types.ModuleType) and _holds_others(vars(module)):
+        if isinstance(module, types.ModuleType) and _holds_others(name, module, before.get(name)):
             of_program = origin_of_module(module) in {Origin.OWN, Origin.USER}
             if not of_program and name != "__main__":
                 functions += _foreign(name, vars(module))
     return functions
 
 
-def _holds_others(space: Mapping[str, Any]) -> bool:
+def _holds_others(name: str, module: types.ModuleType, held: _Held | None) -> bool:
     """Return whether a module holds a function whose file does not say that it is a library's."""
-    kind, known = types.FunctionType, _versioned_files
-    paths = {value.__code__.co_filename for value in space.values() if type(value) is kind}
-    if paths <= known:
-        return False
-    known.update(path for path in paths if origin_of_file(path).versioned)
-    return not paths <= known
+    space = vars(module)
+    version = dict_version(space)
+    if held is None or version != held[0] or list(map(_code_of, held[1])) != held[2]:
+        found = [value for value in space.values() if type(value) is types.FunctionType]
+        codes = [function.__code__ for function in found]
+        if not all(origin_of_file(path).versioned for path in {c.co_filename for c in codes}):
+            return True
+        held = version, found, codes
+    _libraries_own[name] = held
+    return False
 
 
 def _foreign(place: str, space: Mapping[str, Any]) -> Iterator[tuple[str, types.FunctionType]]:

@@ -56,13 +56,18 @@ class Quiet(TorchFunctionMode):
         try:
             safe_point()
             if digest is None:
-                return func(*args, **kwargs)
+                return None if _changes_nothing(func, args) else func(*args, **kwargs)
             digest.calls(func, args, kwargs)
-            returned = func(*args, **kwargs)
+            returned = None if _changes_nothing(func, args) else func(*args, **kwargs)
             digest.returns(returned)
             return returned
         finally:
             sys.setprofile(self._profile)
+
+
+def _changes_nothing(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Return whether gradients are switched to what they are: an export would cut its graph there, and join it."""
+    return func is torch._C._set_grad_enabled and args == (torch.is_grad_enabled(),)
 
 
 def _calls_back(

@@ -35,6 +35,7 @@ from gascompile.capture.record.record import CaptureRecord, Recorded, Recorder
 from gascompile.capture.record.trial import Trial
 from gascompile.core.collection import no_collection
 from gascompile.core.errors import CaptureError, UnsupportedOpError
+from gascompile.core.quick_traces import quick_traces
 from gascompile.core.true_strides import true_strides
 from gascompile.passes.graph.bound_aliases import bound_aliases
 from gascompile.passes.parallel.legs import Action
@@ -206,7 +207,13 @@ def _captured(wrapped: TracedLoss, leaves: list[Any]) -> fx.GraphModule:
 
 
 def _traced(wrapped: nn.Module, leaves: list[Any]) -> fx.GraphModule:
-    with contextlib.ExitStack() as stack, true_strides(), own_kernels(), uncompiled():
+    with (
+        contextlib.ExitStack() as stack,
+        true_strides(),
+        quick_traces(),
+        own_kernels(),
+        uncompiled(),
+    ):
         if any(isinstance(module, nn.LSTM) for module in wrapped.modules()):
             # The fused kernel hands its backward pass a workspace that no trace has.
             stack.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
