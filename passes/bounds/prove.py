@@ -88,7 +88,8 @@ def _placed_s(
     for ways in sets[len(bounds_s) :]:
         left_s = deadline_s - time.perf_counter()
         placed = solve(problem, problem.arena_limit_bytes, time_limit_s=left_s, ways=ways)
-        bounds_s.append(placed.bound_s)
+        # There is a plan: a solver that finds none has stumbled, as HiGHS does over some programs, and proves nothing.
+        bounds_s.append(placed.bound_s if math.isfinite(placed.bound_s) else 0.0)
         if placed.timed_out:
             return min(bounds_s) if len(bounds_s) == len(sets) else 0.0, True
     return min(bounds_s), False

@@ -18,6 +18,8 @@ from gascompile.core.workload import Workload
 from gascompile.passes.bounds.certify import problem_limit
 from gascompile.passes.bounds.least_time import least_time
 from gascompile.passes.bounds.occupancy import occupancy
+from gascompile.passes.bounds.prove import prove
+from gascompile.passes.bounds.shadow_prices import Solution
 from gascompile.passes.model.problem import Placement, Problem, problem
 from gascompile.passes.model.ways import every_way, ways_of
 from gascompile.passes.plan.make_plan import make_plan
@@ -232,6 +234,14 @@ def test_room_half_the_way_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan(task, SHARED, budget, fingerprint={})
     assert not has_hops(plan)
     assert plan.certificate.gap <= 0.01
+
+
+def test_a_solver_that_finds_no_plan_at_all_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = chain_of("abab", 1e-3)
+    asked = problem(task, SHARED, Budget(gpu=SLOT, cpu=SLOT))
+    nothing = Solution(None, (), math.inf, timed_out=False)
+    monkeypatch.setattr("gascompile.passes.bounds.prove.place", lambda *_, **__: nothing)
+    assert prove(asked, 1.0, time_limit_s=20, mip_gap=0.0).bound_s < 1.0
 
 
 @pytest.mark.parametrize("letters", ["abc" * 6 + "def" * 6, "ab" * 6 + "cd" * 6 + "ef" * 6])
