@@ -30,7 +30,6 @@ from gascompile.core.errors import FormatError, StorageError, UnsupportedOpError
 from gascompile.core.files import MAX_JSON_BYTES, read_regular
 from gascompile.core.own_files import fault_of, own_cache
 from gascompile.core.program import Dim, Program
-from gascompile.passes.graph.ranged_values import ranged_values
 from gascompile.weights.memory_layout import with_strides
 
 _log = logging.getLogger("gascompile")
@@ -153,6 +152,8 @@ def _set_values(program: Program, data: Any) -> None:
     if not _is_ranged(program):
         set_values(_valued(program), data)
         return
+    from gascompile.passes.graph.ranged_values import ranged_values  # it brings torch's tracers
+
     try:
         values = ranged_values(program)
     except UnsupportedOpError as error:
