@@ -138,10 +138,10 @@ def calls(case: Case) -> dict[str, Any]:
 def resident(case: Case) -> dict[str, Any]:
     """Return the seconds of text with everything in memory, beside transformers' own."""
     model, compiled = case.eager(), case.compiled(case.plenty)
-    ids, count = _ids(1, 16), 8 if case.toy else 32
+    ids, count = _ids(1, 16), 8 if case.toy else 24
     with compiled:
         same, ours, eager = _texts(compiled, model, ids, count)
-        eager_s, ours_s = _in_turns((eager, ours), 3 if case.toy else 7)
+        eager_s, ours_s = _in_turns((eager, ours), 3 if case.toy else 5)
     found = {"eager_s": eager_s, "ours_s": ours_s, "equal": same}
     return found | _asked("share of eager's speed", eager_s / ours_s, least=1.0)
 
@@ -169,11 +169,11 @@ def _texts(
 def drafts(case: Case) -> dict[str, Any]:
     """Return the seconds of a text that repeats itself, with and without drafts that are looked up in the prompt."""
     model, compiled = case.eager(), case.compiled(case.budget)
-    count = 16 if case.toy else 32
+    count = 8 if case.toy else 16
     # Text of random weights repeats itself sooner or later: the model's own is the prompt.
     first = _ids(1, 16)
     mask = torch.ones_like(first)
-    ids = model.generate(first, attention_mask=mask, max_new_tokens=200, do_sample=False)
+    ids = model.generate(first, attention_mask=mask, max_new_tokens=96, do_sample=False)
     with compiled:
         same, plain, _ = _texts(compiled, model, ids, count)
         looked, fast, _ = _texts(compiled, model, ids, count, prompt_lookup_num_tokens=10)

@@ -6,8 +6,9 @@ import fcntl
 import gc
 import importlib.util
 import os
+import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -105,6 +106,28 @@ def run_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = _shared(tmp_path_factory) / "run_cache"
     folder.mkdir(exist_ok=True)
     return folder
+
+
+@pytest.fixture(scope="session")
+def filled_once(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str, Callable[[Path], None]], Path]:
+    """Return a function that gives a folder of all workers: the first to ask fills it, others wait for that."""
+    place = _shared(tmp_path_factory) / "filled_once"
+    place.mkdir(exist_ok=True)
+
+    def filled(name: str, fill: Callable[[Path], None]) -> Path:
+        folder, done = place / name, place / f"{name}.done"
+        with (place / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                fill(folder)
+                done.touch()
+        return folder
+
+    return filled
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -13,6 +14,8 @@ from torch import nn
 from gascompile.core.budget import Budget
 from gascompile.training.optimizers.slots import Stage
 
+FilledOnce: TypeAlias = Callable[[str, Callable[[Path], None]], Path]
+"""The fixture ``filled_once``: gives a folder of all workers, by its name and by what fills it."""
 NUM_STEPS = 5
 WIDE_BYTES = (4 << 20) + (42 << 18)
 """Transfer buffers; of ``wide`` half of the moments, half of the parameters, and a gradient of 1 MiB with what its

@@ -17,18 +17,21 @@ from gascompile.runtime.collectives.local_ranks import LocalRanks, Process, bloc
 from gascompile.runtime.memory.shared_arena import SharedArena
 from gascompile.runtime.transfer.read_plan import plan_landing
 from gascompile.runtime.transfer.shared_engine import part_of
+from tests.distributed.jobs import FilledOnce
 from tests.distributed.test_ranks import left_by, run_job
 
 KINDS = ("computes", "in training", "recovers", "differ", "ended")
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two(filled_once: FilledOnce) -> Path:
     """What two ranks left; the last one ends itself in the end."""
-    folder = tmp_path_factory.mktemp("inference")
-    codes = run_job(folder, 2, *KINDS, worker="tests.distributed.inference_jobs")
-    assert codes == [0, 3], [(folder / f"log-{r}").read_text()[-3000:] for r in range(2)]
-    return folder
+
+    def fill(folder: Path) -> None:
+        codes = run_job(folder, 2, *KINDS, worker="tests.distributed.inference_jobs")
+        assert codes == [0, 3], [(folder / f"log-{r}").read_text()[-3000:] for r in range(2)]
+
+    return filled_once("inference", fill)
 
 
 @pytest.mark.parametrize("name", ["streamed", "resident", "own copies"])

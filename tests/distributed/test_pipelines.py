@@ -16,6 +16,7 @@ from gascompile.passes.parallel.legs import Action
 from gascompile.training.pipeline.schedule import orders
 from gascompile.training.pipeline.stage_problem import cuts
 from tests.distributed import pipeline_worker
+from tests.distributed.jobs import FilledOnce
 from tests.distributed.pipeline_jobs import PIPED, TIGHT_BYTES, batches, loss_fn, train_eagerly
 from tests.distributed.test_ranks import close, left_by, run_forked_job, run_job
 from tests.training.trials import TRANSFER_BYTES
@@ -96,14 +97,16 @@ def test_a_state_is_one_processes_too(two: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def four(filled_once: FilledOnce) -> Path:
     """What two pipelines of two stages left; a rank ends itself in the end."""
-    folder = tmp_path_factory.mktemp("four")
     asked = [*(f"beside:{n}" for n in PIPED), "killed beside"]
-    codes = run_forked_job(folder, 4, *asked, worker=_WORKER)
-    said = [(folder / f"log-{rank}").read_text()[-2000:] for rank in range(4)]
-    assert codes == [0, 0, -signal.SIGKILL, 0], said
-    return folder
+
+    def fill(folder: Path) -> None:
+        codes = run_forked_job(folder, 4, *asked, worker=_WORKER)
+        said = [(folder / f"log-{rank}").read_text()[-2000:] for rank in range(4)]
+        assert codes == [0, 0, -signal.SIGKILL, 0], said
+
+    return filled_once("pipelines", fill)
 
 
 @pytest.mark.parametrize("name", PIPED)

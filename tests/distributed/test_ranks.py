@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from tests.distributed import rank_worker
-from tests.distributed.jobs import SCENARIOS, WIDE_BYTES, Scenario, eager, rows_of
+from tests.distributed.jobs import SCENARIOS, WIDE_BYTES, FilledOnce, Scenario, eager, rows_of
 from tests.training.trials import TRANSFER_BYTES
 
 _LIMIT_S = 480.0
@@ -104,9 +104,8 @@ def close(found: Any, wanted: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two(filled_once: FilledOnce) -> Path:
     """What two ranks left that train, meet what breaks nothing, and in the end what does."""
-    folder = tmp_path_factory.mktemp("two")
     asked = [
         *(f"trains:{name}" for name in SCENARIOS),
         "nan",
@@ -117,9 +116,12 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *RESUMED,
         *DIFFERENT,
     ]
-    codes = run_job(folder, 2, *asked, "local norm", "raises:kept")
-    assert codes == [0, 0], [(folder / f"log-{r}").read_text()[-3000:] for r in range(2)]
-    return folder
+
+    def fill(folder: Path) -> None:
+        codes = run_job(folder, 2, *asked, "local norm", "raises:kept")
+        assert codes == [0, 0], [(folder / f"log-{r}").read_text()[-3000:] for r in range(2)]
+
+    return filled_once("ranks", fill)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
