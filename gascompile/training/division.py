@@ -34,7 +34,10 @@ STAGES: tuple[Stage, ...] = ("kept", "again")
 _WHAT = "which parameters are divided"
 _ELEMENT_BYTES = 4  # of float32
 _DIGITS = 15  # of a digest, which are compared as a number
-_SAME = 1e-3  # of a step: seconds of two plans differ by so much where neither is better
+_SAME, _SAME_S = (
+    1e-3,
+    1e-3,
+)  # of a step, and of a second: by so much two plans differ where neither is better
 forced: Callable[[Mapping[str, int]], Stages] | None = None
 """Takes the place of the choice, for tests: returns a division by the elements of what can be divided."""
 
@@ -53,7 +56,7 @@ class DivisionTrial:
         """Return whether it beats another by more than the seconds of two equal steps may differ by."""
         if self.time_s is None or other.time_s is None:
             return self.time_s is not None
-        return self.time_s < other.time_s * (1 - _SAME)
+        return self.time_s < min(other.time_s * (1 - _SAME), other.time_s - _SAME_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

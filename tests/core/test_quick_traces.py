@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import fx, nn
 from torch.fx import _lazy_graph_module, proxy
@@ -22,7 +24,8 @@ class Outer(nn.Module):
         self.inner, self.linear = Inner(), nn.Linear(4, 4)
 
     def helper(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x) + 1
+        found: torch.Tensor = self.inner(x)
+        return found + 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.helper(self.linear(x)).relu()
@@ -31,7 +34,8 @@ class Outer(nn.Module):
 def exported() -> fx.GraphModule:
     model, x = Outer().eval(), torch.ones(2, 4)
     sizes = {"x": {0: torch.export.Dim("rows", min=2, max=8)}}
-    return torch.export.export(model, (x,), dynamic_shapes=sizes, strict=False).graph_module
+    program = torch.export.export(model, (x,), dynamic_shapes=sizes, strict=False)
+    return cast(fx.GraphModule, program.graph_module)
 
 
 def notes(module: fx.GraphModule) -> list[tuple[str, str | None]]:

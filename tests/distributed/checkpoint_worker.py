@@ -228,7 +228,7 @@ def dies(folder: Path) -> dict[str, Any]:
 def loads(folder: Path) -> dict[str, Any]:
     """Go on from another number of ranks, with whole parameters, and save."""
     found: dict[str, Any] = {}
-    with one(folder, stage=None) as step:
+    with one(folder, stage="whole") as step:
         found["extra"] = step.load(folder / "single")
         found["single"] = [step(batch(number)) for number in (3, 4)]
         found["extra"] = step.load(folder / "one")

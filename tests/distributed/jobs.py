@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ class Scenario:
     rows: Sequence[int] = ()
     """Per rank; four each where it is empty."""
     budget: str | Budget = "64MiB"
-    stage: Stage | None = None
+    stage: Stage | Literal["whole"] | None = None
     """Of all parameters that can be divided, where that is not to be chosen."""
     overlaps: bool | None = None
     """Whether gradients are summed beside ops, where that is not to be chosen."""

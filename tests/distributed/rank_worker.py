@@ -49,7 +49,9 @@ def opened(
     **options: Any,
 ) -> TrainingStep:
     stage, rank_overlap.forced = scenario.stage, scenario.overlaps
-    division.forced = None if stage is None else lambda sizes: dict.fromkeys(sizes, stage)
+    division.forced = None
+    if stage is not None:
+        division.forced = lambda sizes: {} if stage == "whole" else dict.fromkeys(sizes, stage)
     return compile_step(
         model,
         loss_fn,

@@ -91,8 +91,9 @@ TRIED = [
 ]
 
 
-def test_whole_parameters_stay_where_nothing_is_faster() -> None:
-    job = Job(at(1.0, 0.9995, 1.1, 1.2), at(1.0, 0.9995, 1.1, 1.2))
+@pytest.mark.parametrize("times", [at(1.0, 0.9995, 1.1, 1.2), at(4e-3, 3.5e-3, 5e-3, 4e-3)])
+def test_whole_parameters_stay_where_nothing_is_faster(times: Times) -> None:
+    job = Job(times, times)
     assert not job.divide().chosen.stages
     assert job.tried == TRIED
 
