@@ -164,6 +164,7 @@ def test_peaks_are_of_anonymous_memory() -> None:
     """In a process of its own: threads that other tests have left may take memory meanwhile."""
     code = """
 import mmap
+from benchmarks.anonymous import PeakSampler, anonymous_bytes
 from tests.waiting import eventually
 MIB = 1 << 20
 with PeakSampler() as sampler:
