@@ -153,7 +153,7 @@ def resident(case: Case) -> dict[str, Any]:
 
 
 def _texts(
-    compiled: Any, model: Any, ids: torch.Tensor, count: int, **options: Any
+    compiled: Any, model: Any, ids: torch.Tensor, count: int | None, **options: Any
 ) -> tuple[bool, Callable[[], Any], Callable[[], Any]]:
     """Return whether both give the same text, and calls of both."""
     settings = {
@@ -234,7 +234,7 @@ def lengths(case: Case) -> dict[str, Any]:
     compiled = gascompile.compile(model, "1GiB", cache_dir=case.folder / "cache")
     with compiled:
         texts = [
-            _texts(compiled, model, ids, None, max_length=most, stopping_criteria=stops)  # type: ignore[arg-type]
+            _texts(compiled, model, ids, None, max_length=most, stopping_criteria=stops)
             for most in (256, 8192)
         ]
         short_s, long_s = _in_turns([ours for _, ours, _ in texts], 3 if case.toy else 15)

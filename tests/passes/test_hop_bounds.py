@@ -24,7 +24,7 @@ from gascompile.passes.model.problem import Placement, Problem, problem
 from gascompile.passes.model.ways import every_way, ways_of
 from gascompile.passes.plan.make_plan import make_plan
 from gascompile.passes.search import two_hops
-from gascompile.passes.search.hop_schedule import HopCopies, hop_copies, hop_schedule, hops
+from gascompile.passes.search.hop_schedule import Hop, HopCopies, hop_copies, hop_schedule, hops
 from gascompile.passes.search.place import place
 from gascompile.passes.search.search import resident_bytes, staging_sizes_of
 from tests.hop_plans import REACHES, on_gpu
@@ -64,6 +64,32 @@ def placements(task: Problem) -> Iterator[Placement]:
                 yield Placement(strategy="every", link_of=tuple(link_of))
 
 
+def best_of_rooms(
+    asked: Problem, placement: Placement, hop: Hop, made: HopCopies, held: int, taken: int
+) -> float:
+    """Return the least seconds of a placement's copies in any room for them, half the way and in the end.
+
+    Args:
+        held: bytes of what has its home half the way.
+        taken: bytes of what is resident.
+    """
+    found = [
+        hop_schedule(
+            asked,
+            placement,
+            hop,
+            made,
+            resident_bytes=taken,
+            staging_bytes=staging,
+            middle_bytes=middle,
+        )
+        for staging in staging_sizes_of(asked, made.copies)
+        for middle in staging_sizes_of(asked, made.fetched)
+        if held + middle <= asked.room_bytes["cpu"] and taken + staging <= asked.arena_limit_bytes
+    ]
+    return min((each.seconds for each in found if each is not None), default=math.inf)
+
+
 @settings(max_examples=10 * SCALE)
 @given(workloads(max_weights=4, max_ops=5), st.floats(0, 0.6), st.floats(0.2, 0.8))
 def test_no_way_in_two_hops_beats_the_bounds(task: Workload, share: float, cpu: float) -> None:
@@ -86,21 +112,7 @@ def test_no_way_in_two_hops_beats_the_bounds(task: Workload, share: float, cpu: 
         taken = resident_bytes(asked, residents)
         for reach in REACHES:
             made = hop_copies(asked, placement, hop, reach)
-            for staging in staging_sizes_of(asked, made.copies):
-                for middle in staging_sizes_of(asked, made.fetched):
-                    fits = held + middle <= asked.room_bytes["cpu"]
-                    if not fits or taken + staging > asked.arena_limit_bytes:
-                        continue
-                    found = hop_schedule(
-                        asked,
-                        placement,
-                        hop,
-                        made,
-                        resident_bytes=taken,
-                        staging_bytes=staging,
-                        middle_bytes=middle,
-                    )
-                    best_s = min(best_s, found.seconds if found is not None else math.inf)
+            best_s = min(best_s, best_of_rooms(asked, placement, hop, made, held, taken))
     most_s = best_s * (1 + 1e-6)
     assert least_time(task, MACHINE, asked.limits_bytes)[0] <= most_s
     arena = asked.arena_limit_bytes
@@ -142,23 +154,7 @@ def best_of_all_ways(asked: Problem) -> float:
         for k in range(len(away) + 1):
             for kept in combinations(away, k):
                 made = by_two_ways(whole, hop.home, frozenset(kept))
-                for staging in staging_sizes_of(asked, made.copies):
-                    for middle in staging_sizes_of(asked, made.fetched):
-                        if (
-                            held + middle > asked.room_bytes["cpu"]
-                            or taken + staging > asked.arena_limit_bytes
-                        ):
-                            continue
-                        found = hop_schedule(
-                            asked,
-                            placement,
-                            hop,
-                            made,
-                            resident_bytes=taken,
-                            staging_bytes=staging,
-                            middle_bytes=middle,
-                        )
-                        best_s = min(best_s, found.seconds if found is not None else math.inf)
+                best_s = min(best_s, best_of_rooms(asked, placement, hop, made, held, taken))
     return best_s
 
 
