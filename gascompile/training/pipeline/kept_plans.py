@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from gascompile.core import serial
@@ -14,6 +15,15 @@ from gascompile.core.errors import FormatError, PlanVerificationError, StorageEr
 from gascompile.core.plan import Plan
 from gascompile.core.workload import Workload
 from gascompile.passes.verify.walk import verify
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptPlan:
+    """A plan of a stage, as it is kept."""
+
+    made_of: str
+    """The digest of all that it is made of: a file may come to lie under the name of another."""
+    plan: Plan
 
 
 def kept_plan(
@@ -30,12 +40,12 @@ def kept_plan(
     digest = serial.digest([workload, *others])
     path = cache_dir / "ranks" / f"stage-{digest[:32]}.json"
     with contextlib.suppress(OSError, FormatError, PlanVerificationError):
-        plan = serial.from_json(Plan, serial.parse_json(path.read_bytes(), where=str(path)))
-        verify(plan)
-        if [op.name for op in plan.ops] == [op.name for op in workload.ops]:
-            return plan
+        kept = serial.from_json(KeptPlan, serial.parse_json(path.read_bytes(), where=str(path)))
+        verify(kept.plan)
+        if kept.made_of == digest:
+            return kept.plan
     plan = make()
     # Without a place to keep it, the next job plans again.
     with contextlib.suppress(StorageError):
-        serial.write_atomic(path, serial.dumps(plan))
+        serial.write_atomic(path, serial.dumps(KeptPlan(made_of=digest, plan=plan)))
     return plan
