@@ -177,6 +177,20 @@ def test_another_budget_is_planned_of_the_kept_captures(
     assert start(800_000) == [1, 8]
 
 
+def test_models_of_other_classes_are_no_change_to_a_kept_capture(
+    llama: tuple[Path, Any], tmp_path: Path
+) -> None:
+    class Another(transformers.LlamaForCausalLM):
+        """Of a class that the library has not seen yet: it notes each one in a table that its forwards look into."""
+
+    with open_generator(llama[0], 400_000, tmp_path):
+        pass
+    with open_generator(llama[0], 600_000, tmp_path) as generator:
+        tokens = list(generator.stream(PROMPT, 4))
+        Another(llama[1].config)
+        assert list(generator.stream(PROMPT, 4)) == tokens == eager_tokens(llama[1], PROMPT, 4)
+
+
 def _opposite(forward: Any) -> Any:
     """Return a forward that picks the least probable token."""
 

@@ -11,8 +11,9 @@ from typing import Any
 from torch import nn
 
 from gascompile.capture.fingerprint.code_names import codes_in
-from gascompile.capture.fingerprint.code_origin import key_of
+from gascompile.capture.fingerprint.code_origin import key_of, origin_of_file
 from gascompile.capture.record.dependencies import Dependencies
+from gascompile.capture.record.record import is_own
 from gascompile.capture.record.watched import Watches
 from gascompile.capture.record.watches import Code, watch
 
@@ -32,14 +33,16 @@ def watched(
 
 
 def _code_of(known: Dependencies) -> list[Code]:
-    """Return the functions that ran and that are loaded, with their globals."""
+    """Return the program's functions that ran and that are loaded, with their globals, as ``Recorder`` watches them."""
     ran, codes_there = set(known.ran), []
-    files, names = ({key.rpartition(":")[part] for key in ran} for part in (0, 2))
+    names = {key.rpartition(":")[2] for key in ran}
+    files = {path for key in ran if not origin_of_file(path := key.rpartition(":")[0]).versioned}
     modules: list[tuple[str, Any]] = list(sys.modules.items())
     for name, module in modules:
         if isinstance(module, types.ModuleType) and vars(module).get("__file__") in files:
             codes = (code for code in _codes(name, module) if code.co_qualname in names)
-            codes_there += [(code, vars(module)) for code in codes if key_of(code) in ran]
+            found = ((code, vars(module)) for code in codes if key_of(code) in ran)
+            codes_there += [(code, space) for code, space in found if is_own(code, space)]
     return codes_there
 
 

@@ -220,7 +220,7 @@ class Recorder:
         """
         code = list(self._running.code.values())
         reads = _reads(code, self._model)
-        own = [(body, space) for body, space in code if _is_own(body, space)]
+        own = [(body, space) for body, space in code if is_own(body, space)]
         watches = watch(model or self._model, self._functions, own, reads, versions=self._versions)
         watches.variables(self._running.environment)
         watches.settings(self._running.settings)
@@ -304,7 +304,8 @@ def _joined(reasons: list[str]) -> str | None:
     return "; ".join(list(dict.fromkeys(reasons))[:3]) or None
 
 
-def _is_own(code: types.CodeType, space: dict[str, Any]) -> bool:
+def is_own(code: types.CodeType, space: dict[str, Any]) -> bool:
+    """Return whether code is the program's, which may change what it reads: a library's is known by its version."""
     origin = origin_of_file(code.co_filename)
     return not origin.versioned and not (
         origin is Origin.MADE and origin_of_name(_maker(code, str(space.get("__name__")))).versioned
