@@ -144,6 +144,7 @@ def compile_step(
             layout=ranks.layout if ranks is not None else None,
             is_pipeline=ranks is not None and is_pipeline(mesh),
         )
+        _require_order(model, loss_fn, optimizer)
         optimizer = _ruled(optimizer, settings)
         require_followed(model, optimizer, settings.layout)
         together = _together(ranks, model, loss_fn, optimizer, rows, settings)
@@ -217,6 +218,24 @@ def _in_files(
     if together is not None:
         together.require_same_files(values, cache_dir)
     return values
+
+
+def _require_order(model: object, loss_fn: object, optimizer: object) -> None:
+    """Refuse what is none of what a step is made of, mostly as its order is another one.
+
+    Raises:
+        UnsupportedOpError: says which argument is what.
+    """
+    for name, given, is_so in (
+        ("model", model, isinstance(model, nn.Module)),
+        ("loss_fn", loss_fn, callable(loss_fn)),
+        ("optimizer", optimizer, hasattr(optimizer, "param_groups")),
+    ):
+        if not is_so:
+            raise UnsupportedOpError(
+                f"a {type(given).__name__} was given as {name}; the order is compile_step(model, loss_fn, optimizer, "
+                "budget), with loss_fn(model, batch)"
+            )
 
 
 def _ruled(optimizer: torch.optim.Optimizer, settings: Settings) -> torch.optim.Optimizer:

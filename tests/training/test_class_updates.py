@@ -13,6 +13,7 @@ from torch import fx
 from transformers.optimization import Adafactor as TransformersAdafactor
 
 from gascompile.core.errors import UnsupportedOpError
+from gascompile.training.compile_step import compile_step
 from gascompile.training.optimizers import (
     class_updates,
     known_classes,
@@ -173,3 +174,20 @@ def test_what_no_rule_is_for_is_refused() -> None:
         require_rule(o.NAdam([parameter], differentiable=True))
     with pytest.raises(UnsupportedOpError, match="states='8bit' is of AdamW, Adam and SGD"):
         require_rule(o.AdamW([parameter], amsgrad=True), "8bit")
+
+
+def test_arguments_in_another_order_are_named() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = o.SGD(model.parameters())
+
+    def loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).sum()
+
+    for given, said in (
+        ((model, optimizer, loss), "a SGD was given as loss_fn; the order is"),
+        ((loss, model, optimizer), "a function was given as model"),
+        ((model, loss, model), "a Linear was given as optimizer"),
+    ):
+        arguments: Any = given
+        with pytest.raises(UnsupportedOpError, match=said):
+            compile_step(*arguments, "1MiB")
