@@ -268,8 +268,7 @@ class CheckpointWriter(StorageWriter):
 def newest_of(folder: str | os.PathLike[str]) -> Path:
     """Return a checkpoint, or the newest in a folder of them; raises ``CheckpointError``."""
     path = Path(folder)
-    saved = found_in(path)
-    if not saved and not (path / MANIFEST).is_file():
+    if not (saved := found_in(path)) and not (path / MANIFEST).is_file():
         raise CheckpointError(
             f"there is no checkpoint in {path}; pass the folder that save was given"
         )
@@ -321,7 +320,10 @@ def consolidate(
             save(outlines, storage_writer=writer, planner=planner, no_dist=True)
             temporary.rename(target)
         except CheckpointException as error:
-            raise StorageError(f"cannot write {target}: {error}") from error
+            cause, _ = next(iter(error.failures.values()))
+            if isinstance(cause, CheckpointError) or not isinstance(cause, Exception):
+                raise cause from None
+            raise StorageError(f"cannot write {target}: {cause}") from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     return target

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import warnings
 from collections.abc import Iterator
@@ -13,10 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from gascompile import CheckpointError, UnsupportedOpError
+from gascompile import CheckpointError, StorageError, UnsupportedOpError
 from gascompile.training.dcp import CheckpointReader, CheckpointWriter, consolidate
 from gascompile.training.step import TrainingStep
 from tests.distributed.checkpoint_worker import SCENARIO, one, whole_batches
@@ -212,6 +214,34 @@ def test_parts_become_plain_files(run: Run, eager: Eager, tmp_path: Path) -> Non
     model = SCENARIO.model()
     model.load_state_dict(state)
     close(dict(model.state_dict()), dict(eager[1].state_dict()))
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "said"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            StorageError,
+            r"plain: .*No space left on device$",
+        ),
+        (KeyboardInterrupt(), KeyboardInterrupt, "^$"),
+    ],
+)
+def test_what_interrupts_a_consolidation_is_told_as_such(
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: BaseException,
+    kind: type[BaseException],
+    said: str,
+) -> None:
+    def failing(*_: object) -> None:
+        raise fault
+
+    monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", failing)
+    with pytest.raises(kind, match=said):
+        consolidate(run[0] / "one", tmp_path / "plain")
+    assert not list(tmp_path.iterdir())
 
 
 def test_dcp_writes_them_and_leaves_older_ones_whole(tmp_path: Path) -> None:
