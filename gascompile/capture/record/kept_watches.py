@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from gascompile.capture.fingerprint.code_names import codes_in
-from gascompile.capture.fingerprint.code_origin import key_of, origin_of_file
+from gascompile.capture.fingerprint.code_origin import Origin, key_of, origin_of_file
 from gascompile.capture.record.dependencies import Dependencies
 from gascompile.capture.record.record import is_own
 from gascompile.capture.record.watched import Watches
@@ -26,23 +26,29 @@ def watched(
     versions: bool = True,
 ) -> Watches:
     """Return the values that a capture of another process read, as they are now; see ``Recorder``."""
-    watches = watch(model, functions, _code_of(known), known.reading(), versions=versions)
+    code = _code_of(known)
+    watches = watch(
+        model,
+        functions,
+        [row for row in code if is_own(*row)],
+        known.reading(),
+        versions=versions,
+        libraries=[row for row in code if origin_of_file(row[0].co_filename) is Origin.INSTALLED],
+    )
     watches.variables(known.environment)
     watches.settings(known.settings)
     return watches.without(frozenset(known.inert))
 
 
 def _code_of(known: Dependencies) -> list[Code]:
-    """Return the program's functions that ran and that are loaded, with their globals, as ``Recorder`` watches them."""
+    """Return the functions that ran and that are loaded, with their globals."""
     ran, codes_there = set(known.ran), []
-    names = {key.rpartition(":")[2] for key in ran}
-    files = {path for key in ran if not origin_of_file(path := key.rpartition(":")[0]).versioned}
+    files, names = ({key.rpartition(":")[part] for key in ran} for part in (0, 2))
     modules: list[tuple[str, Any]] = list(sys.modules.items())
     for name, module in modules:
         if isinstance(module, types.ModuleType) and vars(module).get("__file__") in files:
             codes = (code for code in _codes(name, module) if code.co_qualname in names)
-            found = ((code, vars(module)) for code in codes if key_of(code) in ran)
-            codes_there += [(code, space) for code, space in found if is_own(code, space)]
+            codes_there += [(code, vars(module)) for code in codes if key_of(code) in ran]
     return codes_there
 
 

@@ -221,7 +221,15 @@ class Recorder:
         code = list(self._running.code.values())
         reads = _reads(code, self._model)
         own = [(body, space) for body, space in code if is_own(body, space)]
-        watches = watch(model or self._model, self._functions, own, reads, versions=self._versions)
+        libraries = [row for row in code if origin_of_file(row[0].co_filename) is Origin.INSTALLED]
+        watches = watch(
+            model or self._model,
+            self._functions,
+            own,
+            reads,
+            versions=self._versions,
+            libraries=libraries,
+        )
         watches.variables(self._running.environment)
         watches.settings(self._running.settings)
         asked_inputs = self._running.inputs

@@ -70,6 +70,7 @@ def watch(
     reads: Reads,
     *,
     versions: bool,
+    libraries: Iterable[Code] = (),
 ) -> Watches:
     """Return the values that ``reads`` names, as they are now.
 
@@ -79,6 +80,7 @@ def watch(
         code: what ran, with its globals.
         reads: which values count.
         versions: as ``Watches`` takes it.
+        libraries: what ran of libraries, of which it counts which functions and classes stand behind its names.
     """
     walk = _Walk(Watches(versions=versions, reads=reads), reads, model)
     for path, module in model.named_modules():
@@ -90,6 +92,11 @@ def watch(
     for body, space in code:
         walk.names(names_of(body), space)
     walk.finish()
+    # After the rest, which looks into what it finds.
+    for body, space in libraries:
+        walk.callables(names_of(body), space)
+    if reads.ran is not None:
+        walk.methods({type(module) for module in model.modules()})
     return walk.watches
 
 
@@ -271,6 +278,34 @@ class _Walk:
                 owner, label, module = vars(value), value.__name__, value
         for taken in names.imports:
             self._import(taken, space)
+
+    def callables(self, names: Names, space: dict[str, Any]) -> None:
+        """Watch which functions and classes stand behind globals: a library's may be replaced, too."""
+        for chain in names.chains:
+            owner, label = space, str(space.get("__name__"))
+            for key in chain:
+                value = owner.get(key)
+                if callable(value):
+                    self._only(owner, key, f"{label}.{key}")
+                if not isinstance(value, types.ModuleType):
+                    break
+                owner, label = vars(value), value.__name__
+
+    def methods(self, kinds: set[type]) -> None:
+        """Watch the methods of the modules' classes that ran."""
+        for kind in kinds:
+            self.watches.attribute(kind, "forward", f"{kind.__qualname__}.forward")
+        for base in {base for kind in kinds for base in kind.__mro__}:
+            if origin_of_name(base.__module__) is Origin.INSTALLED:
+                for key, value in list(vars(base).items()):
+                    if isinstance(value, types.FunctionType) and self._reads.calls(value.__code__):
+                        self._only(vars(base), key, f"{base.__qualname__}.{key}")
+
+    def _only(self, owner: Any, key: str, name: str) -> None:
+        """Watch what is there, and nothing of what it is made of."""
+        if (id(owner), key) not in self._placed:
+            self._placed.add((id(owner), key))
+            self.watches.item(owner, key, name)
 
     def _import(self, taken: Import, space: dict[str, Any]) -> None:
         module = sys.modules.get(absolute_name(taken, space))

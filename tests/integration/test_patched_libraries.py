@@ -1,0 +1,120 @@
+"""Functions and methods of libraries that are replaced while a plan is in use: eager's results, whatever they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers.models.llama import modeling_llama
+
+import gascompile
+from tests.integrations.language_models import lively
+
+TOKENS = torch.arange(8)[None]
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def new_model() -> Any:
+    torch.manual_seed(0)
+    return lively(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)))
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(input_ids=TOKENS, use_cache=False).logits
+    return found
+
+
+def doubled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    found = function(*args, **kwargs)
+    return tuple(2 * value for value in found) if isinstance(found, tuple) else 2 * found
+
+
+PLACES = [
+    (modeling_llama, "apply_rotary_pos_emb"),
+    (modeling_llama, "rotate_half"),
+    (modeling_llama.LlamaMLP, "forward"),
+    (modeling_llama.LlamaRMSNorm, "forward"),
+    (nn.Linear, "forward"),
+]
+
+
+def patch(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    own = getattr(owner, name)
+    if isinstance(owner, type):
+        monkeypatch.setattr(owner, name, lambda self, *a, **k: doubled(partial(own, self), *a, **k))
+    else:
+        monkeypatch.setattr(owner, name, partial(doubled, own))
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_patch_between_two_calls_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool
+) -> None:
+    if kept:
+        with gascompile.compile(new_model(), "2MiB", cache_dir=tmp_path) as compiled:
+            logits(compiled)
+    model = new_model()
+    plain = logits(model)
+    with gascompile.compile(new_model(), "4MiB", cache_dir=tmp_path, fuse="off") as compiled:
+        for owner, name in PLACES:
+            torch.testing.assert_close(logits(compiled), plain)
+            with monkeypatch.context() as patches:
+                patch(patches, owner, name)
+                wanted = logits(model)
+                assert not torch.allclose(wanted, plain)
+                torch.testing.assert_close(logits(compiled), wanted)
+
+
+def test_a_method_that_a_class_gets_of_its_own_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Own(nn.SiLU):
+        """Has the forward pass of its base until it gets one."""
+
+    model, x = nn.Sequential(nn.Linear(4, 4), Own()), torch.ones(2, 4)
+    with gascompile.compile(model, None, cache_dir=tmp_path, fuse="off") as compiled:
+        torch.testing.assert_close(compiled(x), model(x))
+        monkeypatch.setattr(Own, "forward", lambda self, x: -x)
+        torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_a_step_follows_or_refuses_a_patch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        return found
+
+    def losses(take: Callable[[torch.Tensor], Any]) -> list[float]:
+        before = float(take(TOKENS))
+        with monkeypatch.context() as patches:
+            patch(patches, modeling_llama.LlamaMLP, "forward")
+            return [before, float(take(TOKENS))]
+
+    model = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def eager(tokens: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        found = loss(model, tokens)
+        found.backward()
+        optimizer.step()
+        return found.detach()
+
+    ours = new_model()
+    with gascompile.compile_step(
+        ours, loss, torch.optim.SGD(ours.parameters(), lr=0.1), "8MiB", cache_dir=tmp_path
+    ) as step:
+        assert losses(step) == pytest.approx(losses(eager), rel=1e-5)
