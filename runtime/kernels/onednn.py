@@ -15,8 +15,8 @@ import torch
 _LEAST_BYTES = 1 << 20
 """Of a weight."""
 _LEAST_ROWS = 512
-"""Of a weight, and its least columns. [Empirical] On an EPYC (Zen 4, two threads) 1 to 512 rows times such a weight take 1.05 to
-3.6 times as long in MKL; with 256 x 256 oneDNN takes up to twice as long, with 64 x 64 up to four times."""
+"""Of a weight, and its least columns. [Empirical] On an EPYC (Zen 4, two threads) products of 1 to 512 rows with
+such weights take 1.05 to 3.6 times as long in MKL; with 256 x 256 oneDNN takes up to twice as long."""
 _SCRATCH_BYTES_PER_THREAD = 263_168
 """[Empirical] The most that the allocator counted beside a result: weights of 512 x 512 to 4096 x 4096, 20000 x 512 and
 the other way round, 1 to 600 rows, 1, 2, 4 and 16 threads."""
