@@ -9,7 +9,8 @@ model, such as those of its layers, share one time.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -67,12 +68,17 @@ def signature(node: fx.Node, program: Program) -> str | None:
 
 
 def measure_ops(
-    nodes: Iterable[fx.Node], program: Program, *, limit_s: float
+    nodes: Iterable[fx.Node],
+    program: Program,
+    *,
+    limit_s: float,
+    in_place_of: Mapping[Any, Callable[..., Any]] = MappingProxyType({}),
 ) -> Mapping[str, float]:
     """Return the seconds of one call by signature, of as many of ``nodes`` as ``limit_s`` allows, in their order.
 
     Half of the time goes to runs of the whole program, which may find others than ``nodes`` too. Ops that
-    refuse made-up values are left out. The state of torch's random numbers is kept.
+    refuse made-up values are left out. The state of torch's random numbers is kept. What ``in_place_of`` has for an op
+    is called in its place.
     """
     if limit_s <= 0:
         return {}
@@ -86,6 +92,7 @@ def measure_ops(
             lambda node: _is_large_weight(node, program),
             weights,
             limit_s=limit_s / 2,
+            in_place_of=in_place_of,
         )
         times_s.update(whole)
         for node in nodes:
@@ -97,6 +104,7 @@ def measure_ops(
             call = _Call.of(node, program, weights)
             if call is None:
                 continue
+            call.function = in_place_of.get(node.target, call.function)
             try:
                 times_s[name] = call.time_s()
             except (RuntimeError, IndexError, ValueError, NotImplementedError):
@@ -110,7 +118,7 @@ class _Call:
 
     def __init__(self, node: fx.Node, weights: ColdWeights) -> None:
         assert callable(node.target)
-        self._function = node.target
+        self.function: Callable[..., Any] = node.target
         self._weights = weights
         self._inputs: dict[fx.Node, torch.Tensor] = {}
         self._large: dict[fx.Node, torch.Tensor] = {}
@@ -165,7 +173,7 @@ class _Call:
             values[node] = self._weights.place(shape, number)
         args, kwargs = fx.node.map_arg((self._args, self._kwargs), values.__getitem__)
         start = time.perf_counter()
-        self._function(*args, **kwargs)
+        self.function(*args, **kwargs)
         return time.perf_counter() - start
 
 

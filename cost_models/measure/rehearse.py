@@ -42,6 +42,7 @@ def rehearse(
     weights: ColdWeights,
     *,
     limit_s: float,
+    in_place_of: Mapping[Any, Callable[..., Any]],
 ) -> Mapping[str, float]:
     """Return the mean seconds of a call by signature, of the ops reached within ``limit_s``.
 
@@ -52,6 +53,7 @@ def rehearse(
     if not _is_small(program, is_large):
         return {}
     rehearsal = _Rehearsal(program, signature, is_large, weights)
+    rehearsal.in_place_of = in_place_of
     stop = time.perf_counter() + limit_s
     first = rehearsal.run(stop)
     times_s: dict[str, list[float]] = defaultdict(list)
@@ -85,13 +87,19 @@ def made_up_result(node: fx.Node) -> Any:
     return pytree.tree_map_only(torch.Tensor, made_up, node.meta.get("val"))
 
 
-def timed_call(node: fx.Node, inputs: Mapping[fx.Node, Any]) -> tuple[Any, float] | None:
-    """Run an op on what it reads; return its result and its seconds, ``None`` where it refuses made-up values."""
+def timed_call(
+    node: fx.Node, inputs: Mapping[fx.Node, Any], function: Callable[..., Any] | None = None
+) -> tuple[Any, float] | None:
+    """Run an op on what it reads; return its result and its seconds, ``None`` where it refuses made-up values.
+
+    ``function`` is called in its place, if there is one.
+    """
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), inputs.__getitem__)
-    assert callable(node.target)
+    call = function or node.target
+    assert callable(call)
     start_s = time.perf_counter()
     try:
-        value = node.target(*args, **kwargs)
+        value = call(*args, **kwargs)
     except _REFUSALS:
         return None
     return value, time.perf_counter() - start_s
@@ -133,6 +141,7 @@ class _Rehearsal:
         self._ops = [(node, signature(node)) for node in program.op_nodes()]
         self._frees = last_readers(node for node, _ in self._ops)
         self._place = 0
+        self.in_place_of: Mapping[Any, Callable[..., Any]] = {}
 
     def run(self, stop: float) -> dict[str, list[float]]:
         """Return the seconds of the calls until the program or the time ends."""
@@ -152,7 +161,7 @@ class _Rehearsal:
         """Run an op; ``None`` where its result had to be made up too."""
         inputs = {source: self._input(source, values) for source in node.all_input_nodes}
         if not any(isinstance(value, _Missing) for value in inputs.values()):
-            called = timed_call(node, inputs)
+            called = timed_call(node, inputs, self.in_place_of.get(node.target))
             if called is not None:
                 values[node], time_s = called
                 return time_s

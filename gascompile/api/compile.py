@@ -258,9 +258,7 @@ class Job:
     def annotated(self, program: Program, sites: Sequence[str] = ()) -> Annotation:
         """Return the costs of a captured program; see ``annotate_memory``."""
         parts = bool(sites) and self.config.has_parts
-        return annotate_memory(
-            program, self.machine, self.config.cache_dir, sites=sites, parts=parts
-        )
+        return annotate_memory(program, self.machine, self.config, sites=sites, parts=parts)
 
     def place(self, program: Program, prints: Mapping[str, str]) -> Plan:
         """Annotate and plan a captured program."""
@@ -273,7 +271,7 @@ class Job:
             config = self.config
             sites = other_sites(self.machine) if config.has_sites else ()
             annotation = self.annotated(program, sites)
-            workload = retimed(program, annotation.workload, self.machine, config.cache_dir)
+            workload = retimed(program, annotation.workload, self.machine, config)
             warnings = unknown_ops(annotation, self.machine, config.cache_dir)
             warnings += source_warnings(self.machine)
             stays = self.in_arena or sites

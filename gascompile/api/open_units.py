@@ -67,6 +67,7 @@ class OpenUnits:
             counter=allocation_counter(self._cache_dir),
             on_exceed=self._on_exceed,
             from_file=self._from_file,
+            onednn=unit.bundle.fusion is not None and unit.bundle.fusion.onednn,
         )
 
     def close(self) -> None:

@@ -23,11 +23,13 @@ from gascompile.codegen import store as kernel_store
 from gascompile.core import serial
 from gascompile.core.errors import FormatError, StorageError, UnsupportedOpError
 from gascompile.core.kernels import FusedReport, Fusion, Kernel, KernelFiles, KernelLibrary, Segment
+from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
 from gascompile.core.progress import task
 from gascompile.core.sizes import format_time
 from gascompile.core.steps import Recompute
 from gascompile.cost_models.simulate.replay import replay_plan
+from gascompile.runtime.kernels import onednn
 from gascompile.runtime.kernels.fused import FusedSegment
 
 if TYPE_CHECKING:
@@ -121,7 +123,16 @@ def fused_unit(unit: Unit, config: CompileConfig) -> Unit:
         exact=config.fuse == "exact",
     )
     fusion = unit.bundle.fusion
+    if fusion is not None and has_other_products(config, unit.bundle.plan.machine):
+        fusion = replace(fusion, onednn=True)
+        unit.bundle = replace(unit.bundle, fusion=fusion)
     return with_kernels(unit, config, compile_s=fusion.compile_s if fusion is not None else 0.0)
+
+
+def has_other_products(config: CompileConfig, machine: Machine) -> bool:
+    """Return whether large products are oneDNN's, in plans that are made now; see ``Fusion.onednn``."""
+    is_host = machine.compute_backend == "cpu"
+    return config.fuse == "auto" and is_host and not has_autocast() and onednn.is_faster_here()
 
 
 def with_kernels(unit: Unit, config: CompileConfig, compile_s: float = 0.0) -> Unit:

@@ -120,6 +120,8 @@ class Fusion:
     """Why nothing is fused; empty where something is."""
     lacks_compiler: bool = False
     """More would be fused, but there was no compiler: a plan that is kept is made again where there is one."""
+    onednn: bool = field(default=False, metadata={"left_out": True})
+    """Large products in ``float32`` are oneDNN's where that is the faster library and the plan has memory for them."""
 
 
 @dataclass(frozen=True)

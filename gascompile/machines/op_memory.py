@@ -14,15 +14,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import fx
 
 from gascompile.bundles.bundle import Bundle
 from gascompile.capture.torch_settings import cast_suffix, has_autocast
+from gascompile.codegen.fuse import has_other_products
 from gascompile.core import serial
+from gascompile.core.config import CompileConfig
 from gascompile.core.errors import BudgetExceededError, StorageError
 from gascompile.core.machine import Machine
-from gascompile.core.program import Program
+from gascompile.core.program import Program, op_name
 from gascompile.core.tiles import base_name
 from gascompile.core.workload import OpSpec
+from gascompile.runtime.kernels import onednn
 
 if TYPE_CHECKING:
     from gascompile.passes.graph.annotate import Annotation
@@ -52,7 +56,7 @@ class _Known:
 def annotate_memory(
     program: Program,
     machine: Machine,
-    cache_dir: Path,
+    config: CompileConfig,
     *,
     sites: Sequence[str] = (),
     parts: bool = False,
@@ -72,12 +76,20 @@ def annotate_memory(
     annotation = annotate(program, machine, sites=sites, parts=parts)
     if not computes_here(machine):
         return annotation
-    known = _with_measured(annotation, cache_dir)
-    ops = tuple(
-        _reserving(op, known.bytes(_kind(annotation.kinds, op.name)))
-        for op in annotation.workload.ops
-    )
+    known = _with_measured(annotation, config.cache_dir)
+    sizes = {op: known.bytes(_kind(annotation.kinds, op)) for op in annotation.kinds}
+    if has_other_products(config, machine):
+        size_bytes = onednn.scratch_bytes()
+        large = (op_name(node) for node in program.op_nodes() if _is_large_product(node))
+        sizes.update((op, max(sizes.get(op, 0), size_bytes)) for op in large)
+    ops = tuple(_reserving(op, sizes.get(op.name, 0)) for op in annotation.workload.ops)
     return replace(annotation, workload=replace(annotation.workload, ops=ops))
+
+
+def _is_large_product(node: fx.Node) -> bool:
+    weight = node.args[1] if node.target is torch.ops.aten.linear.default else None
+    value = weight.meta.get("val") if isinstance(weight, fx.Node) else None
+    return isinstance(value, torch.Tensor) and onednn.takes(value)
 
 
 def unknown_ops(annotation: Annotation, machine: Machine, cache_dir: Path) -> tuple[str, ...]:

@@ -11,9 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gascompile.capture.torch_settings import cast_suffix
+from gascompile.codegen.fuse import has_other_products
 from gascompile.codegen.packed_kernels import use_packed_kernels
 from gascompile.core import serial
+from gascompile.core.config import CompileConfig
 from gascompile.core.errors import StorageError
 from gascompile.core.machine import Machine
 from gascompile.core.program import Program
@@ -25,6 +29,7 @@ from gascompile.machines.busy import warned_if_busy
 from gascompile.machines.emulated import emulated_name
 from gascompile.machines.resolve import host_name, op_times_path, this_machine_name
 from gascompile.passes.graph.retime import retime
+from gascompile.runtime.kernels.onednn import linear
 from gascompile.runtime.memory.early_memory import no_pages_taken
 
 _log = logging.getLogger(__name__)
@@ -34,14 +39,21 @@ _WORTH_S = 0.002
 """A program that runs for less is planned by formulas: measuring would take longer than it saves."""
 _LIMIT_S = 2.0
 """For the measurements of one program."""
+_PRODUCTS = {torch.ops.aten.linear.default: linear}
 
 
 def measured_times(
-    program: Program, workload: Workload, machine: Machine, cache_dir: Path
+    program: Program,
+    workload: Workload,
+    machine: Machine,
+    cache_dir: Path,
+    *,
+    onednn: bool = False,
 ) -> Mapping[str, float]:
     """Return seconds by op name: those that count most of ``workload``, where ``machine`` is this one.
 
     The first plan of a program takes up to three seconds to measure them and 128 MiB of memory meanwhile.
+    With ``onednn`` large products are that library's.
 
     Raises:
         StorageError: ``cache_dir`` cannot be made.
@@ -55,7 +67,7 @@ def measured_times(
         return {}
     nodes = dict(zip((op.name for op in workload.ops), program.op_nodes(), strict=True))
     costly = sorted(workload.ops, key=lambda op: -op.time_s[tier])
-    casts = cast_suffix()
+    casts = cast_suffix() + " onednn" * onednn
     kinds = {op.name: signature(nodes[op.name], program) for op in costly}
     names = {op: f"{kind}{casts}" for op, kind in kinds.items() if kind is not None}
     path = op_times_path(cache_dir)
@@ -63,7 +75,9 @@ def measured_times(
     missing = [nodes[op] for op, name in names.items() if name not in known]
     if missing:
         with warned_if_busy("this model"), no_pages_taken():
-            measured = measure_ops(missing, program, limit_s=_LIMIT_S)
+            measured = measure_ops(
+                missing, program, limit_s=_LIMIT_S, in_place_of=_PRODUCTS if onednn else {}
+            )
         new = {f"{kind}{casts}": time_s for kind, time_s in measured.items()}
         known = {**known, **new}
         if new:
@@ -75,13 +89,16 @@ def measured_times(
     return {op: known[name] + beyond_s for op, name in names.items() if name in known}
 
 
-def retimed(program: Program, workload: Workload, machine: Machine, cache_dir: Path) -> Workload:
+def retimed(
+    program: Program, workload: Workload, machine: Machine, config: CompileConfig
+) -> Workload:
     """Return ``workload`` with the seconds that this machine was measured to take for its ops.
 
     Raises:
-        StorageError: ``cache_dir`` cannot be made.
+        StorageError: the cache folder cannot be made.
     """
-    times_s = measured_times(program, workload, machine, cache_dir)
+    onednn = has_other_products(config, machine)
+    times_s = measured_times(program, workload, machine, config.cache_dir, onednn=onednn)
     if machine.compute_backend == "emulated":
         # Its processor is the host's own.
         workload = retime(workload, times_s, device="cpu", added=False)

@@ -34,6 +34,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import permutations, product
 
 import numpy as np
@@ -88,26 +89,25 @@ def occupancy(
     if solver_name() != "highs":
         return problem.compute_s
     bounds_s: list[float] = []
+    long_op = _long_op(problem)
+    long_s = 0.0 if long_op is None else problem.op_times_s[long_op]
+    classes = cache(partial(weight_classes, problem))
     for ways in ways_of(problem) if choices is None else choices:
         bound_s = problem.compute_s
         for memory in _memories(problem, arena_bytes, ways):
             if bound_s < enough_s:
-                memory_s = _occupancy_of(problem, memory, enough_s, deadline_s, max_solved)
+                task = _Task(problem, classes(len(memory.links)), long_s, memory)
+                memory_s = _occupancy_of(task, enough_s, deadline_s, max_solved)
                 bound_s = max(bound_s, memory_s)
         bounds_s.append(bound_s)
     return min(bounds_s)
 
 
-def _occupancy_of(
-    problem: Problem, memory: _Memory, enough_s: float, deadline_s: float, max_solved: int
-) -> float:
+def _occupancy_of(task: _Task, enough_s: float, deadline_s: float, max_solved: int) -> float:
     """Return a time that no schedule beats for want of room in one memory."""
-    long_op = _long_op(problem)
-    classes = weight_classes(problem, len(memory.links))
-    if not classes:
+    problem, memory = task.problem, task.memory
+    if not task.classes:
         return problem.compute_s
-    long_s = 0.0 if long_op is None else problem.op_times_s[long_op]
-    task = _Task(problem, classes, long_s, memory)
     program = _Program(task)
     regions = _regions(task)
     ranges = [(problem.compute_s, 0, len(regions) - 1)]

@@ -175,8 +175,8 @@ class _Reserving(Scheduler):
     def _arrive(self, number: int, boundary: int) -> None:
         """Wait for what the next run needs; what has not left by then stays."""
         interval = self.plan.intervals[number]
-        late = number in self.chosen.stored and number not in self.issued | self.ahead
-        if late and not interval.wraps:
+        late = number in self.chosen.stored and number not in self.issued
+        if late and number not in self.ahead and not interval.wraps:
             route = self.chosen.route[number]
             assert route is not None, "only what leaves is written out"
             self.ready[route].remove(number)

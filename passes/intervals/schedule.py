@@ -132,18 +132,18 @@ class Scheduler:
                     continue
                 start = max(free[route], self.starts[boundary])
                 free[route] = start + self.task.store_s(interval.tensor, route)
-                through = bisect_left(self.starts, free[route], 0, self.count)
-                self._set_lag(number, through)
+                self._set_lag(number, bisect_left(self.starts, free[route], 0, self.count))
 
     def _set_lag(self, number: int, through: int) -> None:
         """Let the tensor of an interval stay until boundary ``through``, within the interval's first part."""
         interval = self.plan.intervals[number]
         begin = interval.start + 1
-        end = self.count if interval.wraps else interval.end
-        through = min(max(through, begin), end)
+        through = min(max(through, begin), self.count if interval.wraps else interval.end)
         old = self.lag_end.get(number, begin)
         size = self.task.sizes[interval.tensor]
-        if through > old:
+        if through == old + 1:
+            self.memory[old] += size  # mostly, and faster than a slice
+        elif through > old:
             self.memory[old:through] += size
         elif through < old:
             self.memory[through:old] -= size

@@ -97,11 +97,13 @@ class IntervalProblem:
 
     def load_s(self, tensor: int, route: int) -> float:
         """Seconds that the link into the compute tier is busy with ``tensor``."""
-        return self.transfer(tensor, route, out=False)[1]
+        known = self._transfers.get((tensor, route, False))
+        return (known or self.transfer(tensor, route, out=False))[1]
 
     def store_s(self, tensor: int, route: int) -> float:
         """Seconds that the link out of the compute tier is busy with ``tensor``."""
-        return self.transfer(tensor, route, out=True)[1]
+        known = self._transfers.get((tensor, route, True))
+        return (known or self.transfer(tensor, route, out=True))[1]
 
     def link_out(self, route: int) -> Link:
         """Return the link to the route's tier; there must be one."""

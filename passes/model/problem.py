@@ -10,7 +10,7 @@ prefetch to the last of the uses that it stays for.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gascompile.core.budget import Budget
 from gascompile.core.errors import UnsupportedOpError
@@ -57,6 +57,10 @@ class Problem:
     """What each slow tier can hold besides ``unread_homes``."""
     reserved_bytes: int
     """Bytes of the compute tier that must stay free."""
+    _transfers_s: dict[int, tuple[float, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """By link what ``transfers_s`` has returned: searches ask hundreds of times."""
 
     @property
     def base_bytes(self) -> int:
@@ -81,13 +85,19 @@ class Problem:
     @property
     def streaming_s(self) -> float:
         """Seconds of reading every weight once over the link that is fastest for it; 0 without any link."""
-        links = range(len(self.links))
-        weights = range(len(self.weights))
-        return sum(min((self.transfer_s(w, link) for link in links), default=0.0) for w in weights)
+        of_links = (self.transfers_s(link) for link in range(len(self.links)))
+        return sum(map(min, zip(*of_links, strict=True)), 0.0)
+
+    def transfers_s(self, link: int) -> tuple[float, ...]:
+        """Seconds that loading each weight occupies a link."""
+        if link not in self._transfers_s:
+            transfer_s = self.links[link].transfer_time_s
+            self._transfers_s[link] = tuple(transfer_s(w.size_bytes) for w in self.weights)
+        return self._transfers_s[link]
 
     def transfer_s(self, weight: int, link: int) -> float:
         """Seconds that loading a weight occupies a link."""
-        return self.links[link].transfer_time_s(self.weights[weight].size_bytes)
+        return self.transfers_s(link)[weight]
 
     def pipes(self, weight: int, link: int) -> tuple[tuple[int, float], ...]:
         """Return ``(pipe index, seconds)`` of loading a weight over a link."""
@@ -188,6 +198,12 @@ def _unread_homes(
             homes[name] = tier
             room[tier] -= size_bytes
     return homes
+
+
+def copies_s(problem: Problem, copies: Sequence[StagedCopy]) -> list[float]:
+    """Return the seconds that each copy occupies its link."""
+    transfers_s = [problem.transfers_s(link) for link in range(len(problem.links))]
+    return [transfers_s[copy.link][copy.weight] for copy in copies]
 
 
 def staged_copies(problem: Problem, placement: Placement) -> list[StagedCopy]:

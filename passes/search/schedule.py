@@ -24,7 +24,13 @@ from gascompile.cost_models.simulate.events import (
     EventProgram,
     steady_seconds,
 )
-from gascompile.passes.model.problem import Placement, Problem, StagedCopy, staged_copies
+from gascompile.passes.model.problem import (
+    Placement,
+    Problem,
+    StagedCopy,
+    copies_s,
+    staged_copies,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +89,7 @@ def schedule(
     *,
     resident_bytes: int | None = None,
     lanes: Sequence[int] = (),
+    copies: Sequence[StagedCopy] | None = None,
 ) -> Schedule | None:
     """Return the fastest schedule found within ``staging_bytes``; ``None`` when none packs.
 
@@ -91,6 +98,7 @@ def schedule(
     Args:
         resident_bytes: size of the residents' part, by default what the placement's residents take.
         lanes: bytes of each link's part of the region; by default all links share the whole.
+        copies: the placement's staged copies, where they are known.
     """
     if resident_bytes is None:
         resident_bytes = sum(
@@ -100,12 +108,13 @@ def schedule(
         )
     best: Schedule | None = None
     for candidate in _with_and_without_kept(placement):
-        copies = staged_copies(problem, candidate)
-        links = _links(problem, copies)
+        if copies is None or candidate is not placement:
+            copies = staged_copies(problem, candidate)
+        moving = _Moving(problem, copies)
         for offsets in layouts(copies, lanes or (staging_bytes,), problem.repeats):
             earliest = points_of(copies, offsets, len(problem.op_times_s), problem.repeats)
             for points in _in_turn(problem, copies, earliest):
-                seconds = steady_seconds(_events(problem, copies, points, links))
+                seconds = steady_seconds(moving.program(points))
                 if best is None or seconds < best.seconds:
                     best = Schedule(
                         placement=candidate,
@@ -325,25 +334,34 @@ def _links(problem: Problem, copies: Sequence[StagedCopy]) -> EventProgram:
     )
 
 
-def _events(
-    problem: Problem, copies: Sequence[StagedCopy], points: Sequence[int], links: EventProgram
-) -> EventProgram:
-    """Return the events of one iteration, as ``cost_models.replay`` would make them from the steps."""
-    moves = program_points(copies, points, len(problem.op_times_s))
-    events: list[Event] = []
-    seconds = [problem.transfer_s(copy.weight, copy.link) for copy in copies]
-    sums = problem.sums_s
-    begun = 0
-    for point in sorted(moves):
-        if point > begun:
-            events.append((COMPUTE, begun, sums[point] - sums[begun]))
-            begun = point
-        prefetches, waits = moves[point]
-        events += [(PREFETCH, i, seconds[i]) for i in prefetches]
-        events += [(WAIT, i, 0.0) for i in waits]
-    if len(sums) - 1 > begun:
-        events.append((COMPUTE, begun, sums[-1] - sums[begun]))
-    return replace(links, events=events)
+class _Moving:
+    """The moves of staged copies as events, whose parts are made once for all points that they may stand at."""
+
+    def __init__(self, problem: Problem, copies: Sequence[StagedCopy]) -> None:
+        self._copies, self._sums_s = copies, problem.sums_s
+        self._links = _links(problem, copies)
+        self._prefetches = [
+            (PREFETCH, i, time_s) for i, time_s in enumerate(copies_s(problem, copies))
+        ]
+        self._waits: dict[int, list[Event]] = {}
+        for i, copy in enumerate(copies):
+            self._waits.setdefault(copy.start, []).append((WAIT, i, 0.0))
+
+    def program(self, points: Sequence[int]) -> EventProgram:
+        """Return the events of one iteration, as ``cost_models.replay`` would make them from the steps."""
+        sums_s, waits = self._sums_s, self._waits
+        started = start_points(self._copies, points, len(sums_s) - 1)
+        events: list[Event] = []
+        begun = 0
+        for point in sorted(started.keys() | waits.keys()):
+            if point > begun:
+                events.append((COMPUTE, begun, sums_s[point] - sums_s[begun]))
+                begun = point
+            events += [self._prefetches[i] for i in started.get(point, ())]
+            events += waits.get(point, ())
+        if len(sums_s) - 1 > begun:
+            events.append((COMPUTE, begun, sums_s[-1] - sums_s[begun]))
+        return replace(self._links, events=events)
 
 
 def program_points(
@@ -363,7 +381,13 @@ def start_points(
 ) -> dict[int, list[int]]:
     """Return per op the copies whose load stands before it, in order."""
     started: dict[int, list[int]] = {}
-    for i in sorted(range(len(copies)), key=lambda i: (points[i] < 0, copies[i].start, i)):
-        point = points[i] + num_ops if points[i] < 0 else points[i]
-        started.setdefault(point, []).append(i)
+    starts = [copy.start for copy in copies]
+    order = sorted(range(len(copies)), key=starts.__getitem__)
+    for i in order:
+        if points[i] >= 0:
+            started.setdefault(points[i], []).append(i)
+    # Those of the iteration after stand behind.
+    for i in order:
+        if points[i] < 0:
+            started.setdefault(points[i] + num_ops, []).append(i)
     return started

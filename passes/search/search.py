@@ -18,7 +18,13 @@ from itertools import accumulate, pairwise, product
 import numpy as np
 
 from gascompile.passes.bounds.certify import physical_limit
-from gascompile.passes.model.problem import Placement, Problem, StagedCopy, staged_copies
+from gascompile.passes.model.problem import (
+    Placement,
+    Problem,
+    StagedCopy,
+    copies_s,
+    staged_copies,
+)
 from gascompile.passes.search.schedule import Schedule, schedule
 from gascompile.passes.search.strategies import MANY_WEIGHTS, Family, ResidentSet, placements_of
 
@@ -121,9 +127,18 @@ def best_staging(
         ):
             continue
         effort.work += len(copies)
-        staged = schedule(problem, placement, staging_bytes, resident_bytes=residents, lanes=lanes)
+        staged = schedule(
+            problem,
+            placement,
+            staging_bytes,
+            resident_bytes=residents,
+            lanes=lanes,
+            copies=copies,
+        )
         if staged is not None:
-            staged = snap(staged, time_bound_s(problem, staged.placement))
+            as_asked = staged.placement is placement
+            busy_s = bound_s if as_asked else time_bound_s(problem, staged.placement)
+            staged = snap(staged, busy_s)
             if best is None or staged.seconds < best.seconds:
                 best = staged
     return best
@@ -198,14 +213,15 @@ def staging_sizes_of(problem: Problem, copies: Sequence[StagedCopy]) -> list[int
     loads = dict.fromkeys(starts, 0)
     for copy in copies:
         loads[copy.start] += copy.reserved_bytes
-    used = _used_bytes(copies, starts)
+    used = np.array(_used_bytes(copies, starts), np.int64)
     count = len(starts)
     following = [*loads.values(), *(loads.values() if problem.repeats else [0] * count)]
-    sums = [0, *accumulate(following)]
+    sums = np.array([0, *accumulate(following)], np.int64)
+    others = used - sums[1 : count + 1]
     sizes: set[int] = set()
     for window in _WINDOWS:
         reach = min(window, count)
-        sizes.add(max(used[k] + sums[k + reach] - sums[k + 1] for k in range(count)))
+        sizes.add(int((others + sums[reach : reach + count]).max()))
         if window >= count:
             break
     ascending = sorted(sizes)
@@ -232,8 +248,8 @@ def time_bound_s(problem: Problem, placement: Placement) -> float:
 
 def _busy_s(problem: Problem, copies: Sequence[StagedCopy]) -> float:
     busy_s = [0.0] * len(problem.links)
-    for copy in copies:
-        busy_s[copy.link] += problem.transfer_s(copy.weight, copy.link)
+    for copy, transfer_s in zip(copies, copies_s(problem, copies), strict=True):
+        busy_s[copy.link] += transfer_s
     return max(problem.compute_s, *busy_s, 0.0)
 
 

@@ -66,6 +66,7 @@ class Executor:
         on_exceed: str = "error",
         from_file: bool = False,
         on_host: Collection[str] = (),
+        onednn: bool = False,
     ) -> None:
         """Prepare ``graph_module``, the program with the moves of ``plan`` inserted.
 
@@ -86,6 +87,7 @@ class Executor:
                 with memory of its own counts by itself.
             on_exceed: ``"error"`` stops a run before it takes more than the budget; ``"warn"`` says so afterwards.
             on_host: inputs that ops of a device take where they are.
+            onednn: large products in ``float32`` may be oneDNN's, which round otherwise.
             from_file: the program is data that nobody has run here: what an op refuses is an ``UnsupportedOpError``.
 
         Raises:
@@ -98,7 +100,7 @@ class Executor:
         self._measure, self._from_file, self._on_host = measure, from_file, frozenset(on_host)
         self.mover = PlanMover(session, plan, overlap=overlap, paranoid=paranoid)
         self._metered = self._schedule = compile_steps(
-            graph_module, plan, session, self.mover, fused
+            graph_module, plan, session, self.mover, fused, onednn=onednn
         )
         is_wanted = graphs and not paranoid and not self._schedule.site
         is_wanted = is_wanted and session.device.graphs() is not None

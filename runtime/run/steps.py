@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
 from torch import fx
 
 from gascompile.core import moves
@@ -17,6 +18,7 @@ from gascompile.core.errors import PlanMismatchError, UnsupportedOpError
 from gascompile.core.plan import Plan
 from gascompile.core.program import SITE, STEP, op_name
 from gascompile.runtime.devices.graph_rules import ARRIVAL, MOVE, RELEASE, Trait, trait_of
+from gascompile.runtime.kernels import onednn as other_products
 from gascompile.runtime.kernels.fused import FusedSegment, bind, segment_nodes
 from gascompile.runtime.run.calls import (
     Changing,
@@ -47,6 +49,8 @@ from gascompile.runtime.run.site_steps import SiteSteps
 from gascompile.runtime.transfer.dues import due_fetches, due_ops
 from gascompile.runtime.transfer.mover import PlanMover
 
+_LINEAR = torch.ops.aten.linear.default
+
 
 def compile_steps(
     graph_module: fx.GraphModule,
@@ -54,17 +58,28 @@ def compile_steps(
     session: Session,
     mover: PlanMover,
     fused: Sequence[FusedSegment] = (),
+    *,
+    onednn: bool = False,
 ) -> RunSchedule:
     """Return the schedule of an inserted graph, with a step for each of its ``fused`` segments.
+
+    With ``onednn`` large products are that library's, where it is the faster one and the plan reserves its memory.
 
     Raises:
         PlanMismatchError: the graph was not rewritten for this plan, or the segments are another graph's.
         UnsupportedOpError: the graph holds something other than calls of functions.
     """
-    return _Builder(graph_module, plan, session, mover, fused).build()
+    builder = _Builder(graph_module, plan, session, mover, fused)
+    # With more threads than planned for, a product takes more.
+    if onednn and session.device.is_host and other_products.is_faster_here():
+        builder.product_bytes = other_products.scratch_bytes()
+    return builder.build()
 
 
 class _Builder(SiteSteps):
+    product_bytes: int | None = None
+    """What an op has to reserve for oneDNN's product; ``None`` where all are torch's."""
+
     def __init__(
         self,
         graph_module: fx.GraphModule,
@@ -322,6 +337,10 @@ class _Builder(SiteSteps):
         if node.target is moves.gather:
             return partial(self._mover.gather_at, op), gather_of(tuple(node.args[1:]), self._index)
         function = direct(node.target)
+        if node.target is _LINEAR and self.product_bytes is not None:
+            reserved_bytes = self._plan.workload.ops[op].workspace_bytes
+            if reserved_bytes >= self.product_bytes:
+                function = other_products.linear
         constant = {k: v for k, v in node.kwargs.items() if not has_node(v)}
         varying = {k: v for k, v in node.kwargs.items() if k not in constant}
         if varying:

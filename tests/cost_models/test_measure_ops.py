@@ -79,3 +79,17 @@ def test_sizes_that_are_not_known_have_no_signature() -> None:
         nn.Linear(4, 4).eval(), (torch.randn(3, 4),), {}, dynamic_shapes=({0: batch},)
     ).program
     assert [measure_ops.signature(node, program) for node in program.op_nodes()] == [None]
+
+
+def test_what_runs_in_the_place_of_an_op_is_timed() -> None:
+    program, called = program_of(Twins(), torch.randn(2, 1024)), []
+
+    def linear(*values: torch.Tensor) -> torch.Tensor:
+        called.append(values[1].shape)
+        return nn.functional.linear(*values)
+
+    other = {torch.ops.aten.linear.default: linear}
+    nodes = list(program.op_nodes())
+    found = measure_ops.measure_ops(nodes, program, limit_s=10.0, in_place_of=other)
+    assert set(found) == {measure_ops.signature(node, program) for node in nodes}
+    assert {*called} == {(512, 1024), (1024, 512)}

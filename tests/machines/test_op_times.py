@@ -38,7 +38,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     asked: list[list[str]] = []
 
     def measure(
-        nodes: list[torch.fx.Node], program: Program, *, limit_s: float
+        nodes: list[torch.fx.Node], program: Program, *, limit_s: float, in_place_of: object
     ) -> Mapping[str, float]:
         names = {measure_ops.signature(node, program) for node in nodes}
         asked.append(sorted(name for name in names if name))
@@ -128,3 +128,13 @@ def test_a_short_program_is_not_measured(
     program, workload = problem()
     assert op_times.measured_times(program, workload, THIS, tmp_path) == {}
     assert measured == []
+
+
+def test_times_with_other_products_are_remembered_apart(
+    tmp_path: Path, measured: list[list[str]]
+) -> None:
+    program, workload = problem()
+    for onednn in (False, True, True, False):
+        times_s = op_times.measured_times(program, workload, THIS, tmp_path, onednn=onednn)
+        assert set(times_s) == {op.name for op in workload.ops}
+    assert len(measured) == 2
