@@ -56,7 +56,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     Beside the result it takes up to ``scratch_bytes``. There is no backward pass.
     """
     plain = x.dtype is torch.float32 and takes(weight) and x.numel() > 0 and x.is_contiguous()
-    if not plain or torch.is_autocast_enabled("cpu"):
+    # Whoever switches oneDNN off, as to look for a fault, means this one, too.
+    if not plain or torch.is_autocast_enabled("cpu") or not torch._C._get_mkldnn_enabled():
         return torch.nn.functional.linear(x, weight, bias)
     return _product()(x, weight, bias, "none", [], "")
 

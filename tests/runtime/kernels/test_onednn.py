@@ -105,3 +105,14 @@ def test_it_is_for_processors_with_its_instructions(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(onednn, "_vendor", lambda: "AuthenticAMD")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     assert not onednn.is_faster_here()
+
+
+def test_it_is_off_where_the_user_has_switched_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, bias = operands(512, 512, 4)
+    # What torch.backends.mkldnn.flags sets, which warns of other flags.
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        monkeypatch.setattr(onednn, "_product", lambda: pytest.fail("a product of oneDNN"))
+        assert torch.equal(onednn.linear(x, weight, bias), linear(x, weight, bias))
+    finally:
+        torch._C._set_mkldnn_enabled(True)
