@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from gascompile.api.compiled import CompiledModel
 from gascompile.api.looked_up import LookedUp
 from gascompile.api.moved_states import require_own_values
 from gascompile.api.objective import require_model
+from gascompile.api.planning import Args, Kwargs
 from gascompile.api.sources import model_of, require_sense
 from gascompile.api.unit import Unit
 from gascompile.bundles.bundle import Bundle
@@ -109,12 +110,12 @@ class Job:
         """Bytes that the budget allows in the tier that computes."""
         return self.budget.limits_bytes(self.machine)[self.machine.compute_tier]
 
-    def prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Unit:
+    def prepare(self, args: Args, kwargs: Kwargs, planned: Callable[[Unit], object] = bool) -> Unit:
         """Return the verified plan for one input signature, from the cache where it is there."""
         looked_up = self.look_up(args, kwargs)
-        return looked_up.unit or self.plan_anew(looked_up, args, kwargs)
+        return looked_up.unit or self.plan_anew(looked_up, args, kwargs, planned)
 
-    def look_up(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LookedUp:
+    def look_up(self, args: Args, kwargs: Kwargs) -> LookedUp:
         """Return the plan for one input signature, if the cache has it, and what it is looked up by."""
         require_own_values((*self.model.parameters(), *self.model.buffers()))
         require_plain_inputs(args, kwargs)
@@ -125,9 +126,7 @@ class Job:
         holds = unit is not None and self.history.admit(entry.inert, args, kwargs)
         return LookedUp(entry, checkpoint, unit if holds else None)
 
-    def entry(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], checkpoint: Checkpoint | None
-    ) -> CachedPlan:
+    def entry(self, args: Args, kwargs: Kwargs, checkpoint: Checkpoint | None) -> CachedPlan:
         """Return the place in the cache of the plan for one input signature, and of its capture."""
         register_pytrees()
         set_recorders(self.model, kwargs)
@@ -137,13 +136,17 @@ class Job:
         return CachedPlan(self.config.cache_dir, self.model, printed, prints, traced=traced)
 
     def plan_anew(
-        self, looked_up: LookedUp, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        looked_up: LookedUp,
+        args: Args,
+        kwargs: Kwargs,
+        planned: Callable[[Unit], object] = bool,
     ) -> Unit:
-        """Return the plan that the cache did not have, and keep it."""
-        entry = looked_up.entry
+        """Return the plan that the cache did not have, and keep it; ``planned`` hears of it before it has kernels."""
         bundle, record = self._plan(args, kwargs, looked_up)
-        unit = fused_unit(Unit.of(bundle, graphs=self.config.graphs), self.config)
-        unit.basis = entry.keep(self._kept(unit.bundle), record, self.why_not_kept)
+        planned(unit := Unit.of(bundle, graphs=self.config.graphs))
+        unit = fused_unit(unit, self.config)
+        unit.basis = looked_up.entry.keep(self._kept(unit.bundle), record, self.why_not_kept)
         return unit
 
     def _cached(self, entry: CachedPlan, checkpoint: Checkpoint | None) -> Unit | None:
@@ -178,8 +181,8 @@ class Job:
 
     def fingerprint(
         self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        args: Args,
+        kwargs: Kwargs,
         checkpoint: Checkpoint | None,
         printed: ModulePrint | None = None,
     ) -> dict[str, str]:
@@ -228,10 +231,7 @@ class Job:
         return replace(resolved, held=held)
 
     def _plan(
-        self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        looked_up: LookedUp,
+        self, args: Args, kwargs: Kwargs, looked_up: LookedUp
     ) -> tuple[Bundle, Recorded | None]:
         captured = self.capture(args, kwargs, looked_up.entry)
         parts = (captured.program, captured.canonical, captured.constants)
@@ -247,9 +247,7 @@ class Job:
         )
         return bundle, captured.record
 
-    def capture(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], entry: CachedPlan | None = None
-    ) -> Capture:
+    def capture(self, args: Args, kwargs: Kwargs, entry: CachedPlan | None = None) -> Capture:
         """Trace the model, unless ``entry`` has a capture of it, and give its weights their forms."""
         from gascompile.api.traced import formed, traced
 

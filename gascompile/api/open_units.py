@@ -44,8 +44,8 @@ class OpenUnits:
         self.executor = self._executors[number]
         return self.executor
 
-    def open(self, unit: Unit) -> Executor:
-        """Open a session for ``unit`` and all that share its arena, where none is open."""
+    def begin(self, unit: Unit) -> None:
+        """Open a session for ``unit`` and all that share its arena, where none is open; their weights begin to load."""
         units = unit.beside or (unit,)
         early, unit.early = unit.early, None
         self._bar = LoadingBar("Loading resident weights")
@@ -54,6 +54,10 @@ class OpenUnits:
             bundle, self._cache_dir, early=early, progress=self._bar, ranks=self._ranks
         )
         self.units = units
+
+    def open(self, unit: Unit) -> Executor:
+        """Open a session as ``begin`` does, and return what runs ``unit``."""
+        self.begin(unit)
         return self.use(unit)
 
     def _made(self, unit: Unit) -> Executor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
@@ -30,8 +30,10 @@ class Planning(Protocol):
         """What they are made for."""
         ...
 
-    def prepare(self, args: Args, kwargs: Kwargs, /) -> Unit:
-        """Return the plan for one input signature."""
+    def prepare(
+        self, args: Args, kwargs: Kwargs, planned: Callable[[Unit], object] = bool, /
+    ) -> Unit:
+        """Return the plan for one input signature; ``planned`` is told of a new one before its kernels are made."""
         ...
 
     @property

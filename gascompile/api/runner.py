@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,6 +23,7 @@ from gascompile.api.open_units import OpenUnits
 from gascompile.api.planning import Args, Kwargs, Planning
 from gascompile.api.ranges import Ranges
 from gascompile.api.shared_budget import SharedBudget
+from gascompile.api.started_ahead import require_made_for, started_ahead
 from gascompile.api.unit import Unit
 from gascompile.bundles.saving import lies_in, save_bundle
 from gascompile.capture.calls import Call, copies
@@ -321,12 +323,10 @@ class Runner:
     def _add(self, planning: Planning, call: Call, sizes: str = "", of: Unit | None = None) -> Unit:
         """Return a new plan, in the place of ``of``, or of the one used least lately if there are too many."""
         begun_s = time.perf_counter()
-        unit = self._planned(planning, lambda: planning.prepare(call.args, call.kwargs))
-        if (why_not := unit.misfit(call.leaves, call.spec)) is not None:
-            raise PlanMismatchError(
-                f"{why_not.reason}, though it was made for this call: its arguments change as a container of theirs is "
-                "taken apart. Pass tensors in lists or dicts, or copies of them that are contiguous"
-            )
+        is_alone = self.plans_again and self._shared is None
+        with started_ahead(self._open, is_alone=is_alone) as begin:
+            made = partial(planning.prepare, call.args, call.kwargs, begin)
+            unit = require_made_for(self._planned(planning, made), call)
         if of in self.units:
             self.units.remove(of)
         self._keep(unit, sizes, begun_s)

@@ -15,6 +15,7 @@ from gascompile.capture.to_program import Capture
 from gascompile.core.program import Program
 from gascompile.core.progress import task
 from gascompile.machines.admission import as_computed
+from gascompile.machines.op_memory import build_counter
 from gascompile.weights.resolve import with_held_tensors
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def traced(
     """
     from gascompile.capture.export import capture
 
+    build_counter(job.machine, job.config.cache_dir)
     kept = entry.captured() if entry is not None else None
     if kept is not None and job.history.admit(frozenset(kept.known.inert), args, kwargs):
         return Capture(

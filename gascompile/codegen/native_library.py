@@ -63,6 +63,9 @@ def _alone_in(folder: Path) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
+        # A child of a fork may have the handle, too, and would hold the folder for ever.
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)
         os.close(handle)
 
 

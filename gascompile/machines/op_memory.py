@@ -53,6 +53,15 @@ class _Known:
         return max(self.measured.get(kind, 0), self.learnt.get(kind, 0))
 
 
+def build_counter(machine: Machine, cache_dir: Path) -> None:
+    """Have what counts memory compiled while a program is captured; ``annotate_memory`` waits for it."""
+    from gascompile.codegen.allocator_library import begin_building
+    from gascompile.machines.op_times import computes_here
+
+    if computes_here(machine):
+        begin_building(cache_dir)
+
+
 def annotate_memory(
     program: Program,
     machine: Machine,
@@ -67,6 +76,7 @@ def annotate_memory(
 
     What no formula bounds is measured on made-up values: up to two seconds and 256 MiB, once per kind of op.
     """
+    from gascompile.codegen.allocator_library import await_building
     from gascompile.machines.op_times import computes_here
     from gascompile.passes.graph.annotate import annotate
 
@@ -76,6 +86,8 @@ def annotate_memory(
     annotation = annotate(program, machine, sites=sites, parts=parts)
     if not computes_here(machine):
         return annotation
+    # Ops are timed from here on, which no compiler may disturb.
+    await_building()
     known = _with_measured(annotation, config.cache_dir)
     sizes = {op: known.bytes(_kind(annotation.kinds, op)) for op in annotation.kinds}
     if has_other_products(config, machine):
