@@ -91,11 +91,17 @@ def annotate_memory(
     known = _with_measured(annotation, config.cache_dir)
     sizes = {op: known.bytes(_kind(annotation.kinds, op)) for op in annotation.kinds}
     if has_other_products(config, machine):
-        size_bytes = onednn.scratch_bytes()
-        large = (op_name(node) for node in program.op_nodes() if _is_large_product(node))
-        sizes.update((op, max(sizes.get(op, 0), size_bytes)) for op in large)
+        _add_products(sizes, program)
     ops = tuple(_reserving(op, sizes.get(op.name, 0)) for op in annotation.workload.ops)
     return replace(annotation, workload=replace(annotation.workload, ops=ops))
+
+
+def _add_products(sizes: dict[str, int], program: Program) -> None:
+    """Add what oneDNN's products take to the bytes by op."""
+    size_bytes = onednn.scratch_bytes()
+    for node in program.op_nodes():
+        if _is_large_product(node):
+            sizes[op_name(node)] = max(sizes.get(op_name(node), 0), size_bytes)
 
 
 def _is_large_product(node: fx.Node) -> bool:
