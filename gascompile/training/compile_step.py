@@ -144,9 +144,7 @@ def compile_step(
             layout=ranks.layout if ranks is not None else None,
             is_pipeline=ranks is not None and is_pipeline(mesh),
         )
-        _require_order(model, loss_fn, optimizer)
-        optimizer = _ruled(optimizer, settings)
-        require_followed(model, optimizer, settings.layout)
+        optimizer = _ruled(model, loss_fn, optimizer, settings)
         together = _together(ranks, model, loss_fn, optimizer, rows, settings)
         config = CompileConfig.of(
             cache_dir,
@@ -238,13 +236,17 @@ def _require_order(model: object, loss_fn: object, optimizer: object) -> None:
             )
 
 
-def _ruled(optimizer: torch.optim.Optimizer, settings: Settings) -> torch.optim.Optimizer:
+def _ruled(
+    model: nn.Module, loss_fn: LossFunction, optimizer: torch.optim.Optimizer, settings: Settings
+) -> torch.optim.Optimizer:
     """Return the optimizer itself, after checking that a step can do what it does."""
+    _require_order(model, loss_fn, optimizer)
     optimizer = prepared(optimizer)
     if settings.unplanned:
         require_step(optimizer)
     else:
         require_rule(optimizer, settings.states)
+    require_followed(model, optimizer, settings.layout)
     return optimizer
 
 

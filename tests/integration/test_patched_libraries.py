@@ -17,7 +17,7 @@ import gascompile
 from tests.integrations.language_models import lively
 
 TOKENS = torch.arange(8)[None]
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 61,
     "hidden_size": 32,
     "intermediate_size": 64,

@@ -181,13 +181,14 @@ def test_arguments_in_another_order_are_named() -> None:
     optimizer = o.SGD(model.parameters())
 
     def loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return model(batch).sum()
+        total: torch.Tensor = model(batch).sum()
+        return total
 
+    step: Any = compile_step
     for given, said in (
         ((model, optimizer, loss), "a SGD was given as loss_fn; the order is"),
         ((loss, model, optimizer), "a function was given as model"),
         ((model, loss, model), "a Linear was given as optimizer"),
     ):
-        arguments: Any = given
         with pytest.raises(UnsupportedOpError, match=said):
-            compile_step(*arguments, "1MiB")
+            step(*given, "1MiB")
