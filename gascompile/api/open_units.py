@@ -38,6 +38,8 @@ class OpenUnits:
 
     def use(self, unit: Unit) -> Executor:
         """Return what runs ``unit``, whose session is open."""
+        if self._bar is not None:
+            self._bar.show()
         number = self.units.index(unit)
         if number not in self._executors:
             self._executors[number] = self._made(unit)
@@ -45,10 +47,13 @@ class OpenUnits:
         return self.executor
 
     def begin(self, unit: Unit) -> None:
-        """Open a session for ``unit`` and all that share its arena, where none is open; their weights begin to load."""
+        """Open a session for ``unit`` and all that share its arena, where none is open; their weights begin to load.
+
+        What shows how far they are comes with the first ``use``: other bars may be shown until then.
+        """
         units = unit.beside or (unit,)
         early, unit.early = unit.early, None
-        self._bar = LoadingBar("Loading resident weights")
+        self._bar = LoadingBar("Loading resident weights", waits=True)
         bundle = _of_all(units)
         self.session = open_session(
             bundle, self._cache_dir, early=early, progress=self._bar, ranks=self._ranks

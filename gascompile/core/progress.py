@@ -80,18 +80,24 @@ class LoadingBar:
     its own draws it: an interrupt of the caller's leaves none of the terminal's locks behind.
     """
 
-    def __init__(self, description: str) -> None:
+    def __init__(self, description: str, *, waits: bool = False) -> None:
+        """Prepare the bar; one that ``waits``, as another is on the terminal, comes with ``show``."""
+        self._description, self._is_seen = description, sys.stderr.isatty()
         self._messages: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
-        self._drawer = (
-            OwnThread(partial(_draw, description, self._messages), "gascompile-bar")
-            if sys.stderr.isatty()
-            else None
-        )
+        self._drawer: OwnThread | None = None
         weakref.finalize(self, self._messages.put, None).atexit = False
+        if not waits:
+            self.show()
+
+    def show(self) -> None:
+        """Let the bar be drawn from now on; idempotent."""
+        if self._is_seen and self._drawer is None:
+            draw = partial(_draw, self._description, self._messages)
+            self._drawer = OwnThread(draw, "gascompile-bar")
 
     def __call__(self, done_bytes: int, total_bytes: int) -> None:
         """Show that ``done_bytes`` of ``total_bytes`` have arrived."""
-        if self._drawer is not None:
+        if self._is_seen:
             self._messages.put((done_bytes, total_bytes))
 
     def close(self) -> None:
