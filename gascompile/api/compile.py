@@ -32,12 +32,12 @@ from gascompile.capture.fingerprint.fingerprint import (
 from gascompile.capture.later.history import History
 from gascompile.capture.plain_tensors import require_plain_inputs
 from gascompile.capture.torch_settings import require_castable
-from gascompile.codegen.fuse import fused_unit, outdated, with_kernels
+from gascompile.codegen.fuse import fused_unit, has_other_products, outdated, with_kernels
 from gascompile.core import serial
 from gascompile.core.budget import Budget
 from gascompile.core.checks.machine import source_warnings
 from gascompile.core.config import CompileConfig
-from gascompile.core.errors import FormatError, PlanVerificationError
+from gascompile.core.errors import FormatError, InfeasiblePlanError, PlanVerificationError
 from gascompile.core.machine import Machine
 from gascompile.core.model_libraries import register_pytrees, set_recorders
 from gascompile.core.plan import Plan
@@ -94,8 +94,8 @@ class Job:
 
     def without_loss(self) -> Job:
         """Return the job of the same model, inputs and budget whose weights move as they are stored."""
-        exact = replace(self.config, weights=None, fuse="off")
-        return replace(self, config=exact, arena_of=None, buffers={})
+        config = replace(self.config, weights=None, fuse="off")
+        return replace(self, config=config, arena_of=None, buffers={})
 
     def ranged(self, dynamic_shapes: Any) -> Job:
         """Return the job of the same model and budget for ranges of sizes."""
@@ -260,6 +260,16 @@ class Job:
 
     def place(self, program: Program, prints: Mapping[str, str]) -> Plan:
         """Annotate and plan a captured program."""
+        try:
+            return self._placed(program, prints)
+        except InfeasiblePlanError:
+            if not has_other_products(self.config, self.machine):
+                raise
+        # Torch's own take no memory beside their results.
+        config = replace(self.config, other_products=False)
+        return replace(self, config=config)._placed(program, prints)
+
+    def _placed(self, program: Program, prints: Mapping[str, str]) -> Plan:
         from gascompile.api.costed import plan_costed
         from gascompile.api.on_heap import on_heap
         from gascompile.machines.op_times import retimed

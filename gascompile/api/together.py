@@ -50,7 +50,7 @@ class _Stage(Job):
     """Sets the constants of this program apart from those of the others."""
     kwargs: dict[str, Any]
     captures: list[Capture] = field(default_factory=list)
-    annotations: list[tuple[Program, tuple[str, ...], Annotation]] = field(default_factory=list)
+    annotations: list[tuple[Program, tuple[Any, ...], Annotation]] = field(default_factory=list)
     """Made once for each list of sites: several choices and the plan itself ask for them."""
 
     def capture(
@@ -72,10 +72,11 @@ class _Stage(Job):
 
     def annotated(self, program: Program, sites: Sequence[str] = ()) -> Annotation:
         """Return the costs of a program, from before where they were asked for."""
-        for known, at, annotation in self.annotations:
-            if known is program and at == (*sites,):
+        asked = (self.config.other_products, *sites)
+        for known, before, annotation in self.annotations:
+            if known is program and before == asked:
                 return annotation
-        self.annotations.append((program, (*sites,), Job.annotated(self, program, sites)))
+        self.annotations.append((program, asked, Job.annotated(self, program, sites)))
         return self.annotations[-1][-1]
 
     def workload(self) -> Workload:

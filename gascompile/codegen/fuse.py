@@ -131,8 +131,9 @@ def fused_unit(unit: Unit, config: CompileConfig) -> Unit:
 
 def has_other_products(config: CompileConfig, machine: Machine) -> bool:
     """Return whether large products are oneDNN's, in plans that are made now; see ``Fusion.onednn``."""
+    may_round = config.fuse == "auto" and config.other_products
     is_host = machine.compute_backend == "cpu"
-    return config.fuse == "auto" and is_host and not has_autocast() and onednn.is_faster_here()
+    return may_round and is_host and not has_autocast() and onednn.is_faster_here()
 
 
 def with_kernels(unit: Unit, config: CompileConfig, compile_s: float = 0.0) -> Unit:

@@ -76,6 +76,8 @@ class CompileConfig:
     """``time`` plans the fastest iteration; ``energy`` the one of the fewest joules, by the machine's model."""
     graphs: str = field(default="auto", metadata={"fingerprint": False})
     """``auto`` gives a device that has graphs the ops between two moves in one call; ``off`` one by one."""
+    other_products: bool = field(default=True, metadata={"fingerprint": False})
+    """Whether large products may be another library's than torch's, where ``fuse`` allows that and they fit."""
     on_exceed: str = field(default="error", metadata={"fingerprint": False})
     """``error`` stops a run before it takes more than the budget, ``warn`` says so afterwards."""
     cache_dir: Path = field(default_factory=default_cache_dir, metadata={"fingerprint": False})

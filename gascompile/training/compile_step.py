@@ -230,9 +230,10 @@ def _require_order(model: object, loss_fn: object, optimizer: object) -> None:
         ("optimizer", optimizer, hasattr(optimizer, "param_groups")),
     ):
         if not is_so:
+            shown = f"class {given.__name__}" if isinstance(given, type) else type(given).__name__
             raise UnsupportedOpError(
-                f"a {type(given).__name__} was given as {name}; the order is compile_step(model, loss_fn, optimizer, "
-                "budget), with loss_fn(model, batch)"
+                f"a {shown} was given as {name}; the order is compile_step(model, loss_fn, optimizer, budget), with "
+                "loss_fn(model, batch) and one optimizer that is made, with its param_groups"
             )
 
 

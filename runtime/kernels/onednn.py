@@ -55,11 +55,30 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
     Beside the result it takes up to ``scratch_bytes``. There is no backward pass.
     """
-    plain = x.dtype is torch.float32 and takes(weight) and x.numel() > 0 and x.is_contiguous()
     # Whoever switches oneDNN off, as to look for a fault, means this one, too.
-    if not plain or torch.is_autocast_enabled("cpu") or not torch._C._get_mkldnn_enabled():
+    if (
+        not (takes(weight) and _is_plain(x, weight, bias))
+        or torch.is_autocast_enabled("cpu")
+        or not torch._C._get_mkldnn_enabled()
+    ):
         return torch.nn.functional.linear(x, weight, bias)
     return _product()(x, weight, bias, "none", [], "")
+
+
+def _is_plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Return whether the other operands are dense and of the sizes that the kernel takes them for, unasked."""
+    num_rows, num_columns = weight.shape
+    return (
+        x.dtype is torch.float32
+        and x.dim() > 0
+        and x.shape[-1] == num_columns
+        and x.numel() > 0
+        and x.is_contiguous()
+        and (
+            bias is None
+            or (bias.dtype is torch.float32 and bias.shape == (num_rows,) and bias.is_contiguous())
+        )
+    )
 
 
 @functools.cache

@@ -42,7 +42,8 @@ def test_products_are_its_own_within_every_budget(model: nn.Module, tmp_path: Pa
     x = x_of()
     with pytest.raises(gascompile.InfeasiblePlanError) as error:
         gascompile.compile(model, 0, (x,), cache_dir=tmp_path)
-    for budget in (error.value.required_bytes, "64MiB"):
+    enough_bytes = error.value.required_bytes + onednn.scratch_bytes()
+    for budget in (enough_bytes, "64MiB"):
         with gascompile.compile(model, budget, (x,), cache_dir=tmp_path) as compiled:
             with torch.no_grad():
                 wanted = by_hand(model, x)
@@ -54,6 +55,25 @@ def test_products_are_its_own_within_every_budget(model: nn.Module, tmp_path: Pa
             assert report.peak_bytes["cpu"] <= plan.peak_bytes["cpu"]
             large = [op for op in plan.workload.ops if op.workspace_bytes >= onednn.scratch_bytes()]
             assert len(large) == 2
+
+
+def test_a_budget_that_torchs_own_keep_is_no_less_feasible(
+    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many threads take more than the rest of a plan."""
+    monkeypatch.setattr(onednn, "scratch_bytes", lambda: 64 << 20)
+    x = x_of()
+    with pytest.raises(gascompile.InfeasiblePlanError) as error:
+        gascompile.compile(model, 0, (x,), cache_dir=tmp_path, fuse="off")
+    budget = error.value.required_bytes
+    for _ in range(2):
+        with gascompile.compile(model, budget, (x,), cache_dir=tmp_path) as compiled:
+            torch.testing.assert_close(compiled(x), model(x))
+            assert compiled.last_run is not None
+            assert compiled.last_run.peak_bytes["cpu"] <= budget
+    with pytest.raises(gascompile.InfeasiblePlanError) as error:
+        gascompile.compile(model, budget - 1, (x,), cache_dir=tmp_path)
+    assert error.value.required_bytes == budget
 
 
 @pytest.mark.parametrize("fuse", ["exact", "off"])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 import gascompile
@@ -38,9 +39,11 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
-def doubled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def scaled(function: Callable[..., Any], by: float, *args: Any, **kwargs: Any) -> Any:
     found = function(*args, **kwargs)
-    return tuple(2 * value for value in found) if isinstance(found, tuple) else 2 * found
+    if isinstance(found, tuple):
+        return tuple(None if value is None else by * value for value in found)
+    return by * found
 
 
 PLACES = [
@@ -49,15 +52,23 @@ PLACES = [
     (modeling_llama.LlamaMLP, "forward"),
     (modeling_llama.LlamaRMSNorm, "forward"),
     (nn.Linear, "forward"),
+    (nn.Linear, "__call__"),
+    (torch.nn.functional, "linear"),
+    (ALL_ATTENTION_FUNCTIONS, "sdpa"),
 ]
 
 
-def patch(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+def patch(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, by: float = 2.0) -> None:
+    if isinstance(owner, Mapping):
+        monkeypatch.setitem(owner, name, partial(scaled, owner[name], by))
+        return
     own = getattr(owner, name)
     if isinstance(owner, type):
-        monkeypatch.setattr(owner, name, lambda self, *a, **k: doubled(partial(own, self), *a, **k))
+        monkeypatch.setattr(
+            owner, name, lambda self, *a, **k: scaled(partial(own, self), by, *a, **k)
+        )
     else:
-        monkeypatch.setattr(owner, name, partial(doubled, own))
+        monkeypatch.setattr(owner, name, partial(scaled, own, by))
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -79,6 +90,18 @@ def test_a_patch_between_two_calls_counts(
                 torch.testing.assert_close(logits(compiled), wanted)
 
 
+@pytest.mark.parametrize(("owner", "name"), PLACES)
+def test_a_kept_plan_is_of_what_was_there_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    model = new_model()
+    for by in (2.0, 3.0, 2.0):
+        with monkeypatch.context() as patches:
+            patch(patches, owner, name, by)
+            with gascompile.compile(new_model(), None, cache_dir=tmp_path, fuse="off") as compiled:
+                torch.testing.assert_close(logits(compiled), logits(model))
+
+
 def test_a_method_that_a_class_gets_of_its_own_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,6 +113,56 @@ def test_a_method_that_a_class_gets_of_its_own_counts(
         torch.testing.assert_close(compiled(x), model(x))
         monkeypatch.setattr(Own, "forward", lambda self, x: -x)
         torch.testing.assert_close(compiled(x), model(x))
+
+
+class Handed(nn.Module):
+    """Its class gives a new object to whoever asks for the forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def scaled(self, x: torch.Tensor, by: float) -> torch.Tensor:
+        found: torch.Tensor = self.layer(x) * by
+        return found
+
+    forward = partialmethod(scaled, by=2.0)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_forward_pass_that_is_a_new_object_each_time_is_no_other_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kept: bool
+) -> None:
+    torch.manual_seed(0)
+    model, x = Handed(), torch.ones(2, 4)
+    if kept:
+        with gascompile.compile(model, "1MiB", cache_dir=tmp_path) as compiled:
+            compiled(x)
+    with gascompile.compile(model, None, cache_dir=tmp_path) as compiled:
+        for _ in range(3):
+            torch.testing.assert_close(compiled(x), model(x))
+        assert "planned again" not in caplog.text
+        monkeypatch.setattr(Handed, "forward", partialmethod(Handed.scaled, by=3.0))
+        torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_a_class_gets_a_forward_pass_before_that_of_its_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Derived(Handed):
+        """Has that of its base until it gets one."""
+
+    model, x = Derived(), torch.ones(2, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gascompile.compile(model, None, cache_dir=tmp_path) as compiled:
+        torch.testing.assert_close(compiled(x), model(x))
+        monkeypatch.setattr(Derived, "forward", partialmethod(Handed.scaled, by=-1.0))
+        torch.testing.assert_close(compiled(x), model(x))
+    with gascompile.compile_step(
+        model, lambda m, x: m(x).sum(), optimizer, None, cache_dir=tmp_path
+    ) as step:
+        losses = [float(step(x)) for _ in range(3)]
+    assert losses[0] > losses[1] > losses[2]
 
 
 def test_a_step_follows_or_refuses_a_patch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,6 +189,8 @@ def test_arguments_in_another_order_are_named() -> None:
         ((model, optimizer, loss), "a SGD was given as loss_fn; the order is"),
         ((loss, model, optimizer), "a function was given as model"),
         ((model, loss, model), "a Linear was given as optimizer"),
+        ((model, loss, torch.optim.SGD), "a class SGD was given as optimizer; .* that is made"),
+        ((model, loss, [optimizer]), "a list was given as optimizer; .* one optimizer"),
     ):
         with pytest.raises(UnsupportedOpError, match=said):
             step(*given, "1MiB")

@@ -65,11 +65,11 @@ def _holds_others(name: str, module: types.ModuleType, held: _Held | None) -> bo
 
 def _foreign(place: str, space: Mapping[str, Any]) -> Iterator[tuple[str, types.FunctionType]]:
     for name, value in sorted(space.items()):
-        if type(value) is types.FunctionType and not _is_library_code(value):
+        if type(value) is types.FunctionType and not is_library_code(value):
             yield f"{place}.{name}", value
 
 
-def _is_library_code(function: types.FunctionType) -> bool:
+def is_library_code(function: types.FunctionType) -> bool:
     """Return whether a version stands for what a function does, and for what it holds where that was made for it.
 
     A decorator may make, of text, a function that has the signature of another one and calls that. Which libraries

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 import sys
 import types
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,11 +25,14 @@ from gascompile.capture.fingerprint.code_names import names_of
 from gascompile.capture.fingerprint.code_origin import (
     Origin,
     origin_of_module,
+    origin_of_name,
     place_of,
     wrapped_by,
 )
+from gascompile.capture.fingerprint.replaced import is_library_code
 from gascompile.capture.fingerprint.value_digest import ValueDigest
 from gascompile.capture.record.asked_settings import SETTINGS
+from gascompile.capture.record.function_tables import table_of
 from gascompile.capture.record.recorder import Running, variable
 from gascompile.capture.record.watched import Reads
 from gascompile.capture.record.watches import Code
@@ -263,14 +268,30 @@ def _followed(space: Mapping[str, Any], chain: str) -> object:
 
 
 def _identity(value: object) -> object:
-    """Return what tells a function or a number from the one that a library comes with."""
+    """Return what tells a function or a number from the one that a library comes with, and from any other one."""
     if isinstance(value, types.FunctionType):
+        if not is_library_code(value):
+            return _all_of(value)
         return value.__module__, value.__qualname__, value.__code__.co_firstlineno
     if isinstance(value, type | types.BuiltinFunctionType):
-        return value.__module__, value.__qualname__
+        is_own = isinstance(value, type) and origin_of_name(value.__module__) is Origin.USER
+        return _all_of(value) if is_own else (value.__module__, value.__qualname__)
+    if isinstance(value, partial) or origin_of_name(type(value).__module__) is Origin.USER:
+        return _all_of(value)
+    if isinstance(value, Mapping):
+        table, keys = table_of(value)
+        return type(value).__name__, sorted((repr(key), _identity(table[key])) for key in keys)
     return (
         value if isinstance(value, _PLAIN) and not isinstance(value, bool) else type(value).__name__
     )
+
+
+def _all_of(value: object) -> str:
+    """Return the digest of a program's own value; another one each time where it holds what cannot be compared."""
+    digest = ValueDigest()
+    digest.value(value)
+    text = digest.digest()
+    return secrets.token_hex() if digest.opaque else text
 
 
 def _digest(text: str | bytes) -> str:

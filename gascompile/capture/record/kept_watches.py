@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 
 from gascompile.capture.fingerprint.code_names import codes_in
-from gascompile.capture.fingerprint.code_origin import Origin, key_of, origin_of_file
+from gascompile.capture.fingerprint.code_origin import key_of
 from gascompile.capture.record.dependencies import Dependencies
-from gascompile.capture.record.record import is_own
+from gascompile.capture.record.record import is_of_library, is_own
 from gascompile.capture.record.watched import Watches
 from gascompile.capture.record.watches import Code, watch
 
@@ -33,7 +33,7 @@ def watched(
         [row for row in code if is_own(*row)],
         known.reading(),
         versions=versions,
-        libraries=[row for row in code if origin_of_file(row[0].co_filename) is Origin.INSTALLED],
+        libraries=[row for row in code if is_of_library(row[0])],
     )
     watches.variables(known.environment)
     watches.settings(known.settings)

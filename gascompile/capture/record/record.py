@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from gascompile.capture.record.trial import Trial
 
 _EVERYTHING = Reads(names=None, ran=None)
-_GENERAL = "torch/nn/modules/module.py"
+_LAYERS = "torch/nn/modules/"
+_GENERAL = f"{_LAYERS}module.py"
 _TRIED = {Ask.CLOCK, Ask.DRAW}
 """What a trial stands in for."""
 
@@ -221,7 +222,7 @@ class Recorder:
         code = list(self._running.code.values())
         reads = _reads(code, self._model)
         own = [(body, space) for body, space in code if is_own(body, space)]
-        libraries = [row for row in code if origin_of_file(row[0].co_filename) is Origin.INSTALLED]
+        libraries = [row for row in code if is_of_library(row[0])]
         watches = watch(
             model or self._model,
             self._functions,
@@ -317,6 +318,15 @@ def is_own(code: types.CodeType, space: dict[str, Any]) -> bool:
     origin = origin_of_file(code.co_filename)
     return not origin.versioned and not (
         origin is Origin.MADE and origin_of_name(_maker(code, str(space.get("__name__")))).versioned
+    )
+
+
+def is_of_library(code: types.CodeType) -> bool:
+    """Return whether code is an installed library's, or that of one of torch's layers, and no part of how these run."""
+    path = code.co_filename
+    origin = origin_of_file(path)
+    return origin is Origin.INSTALLED or (
+        origin is Origin.TORCH and _LAYERS in path and not path.endswith(_GENERAL)
     )
 
 

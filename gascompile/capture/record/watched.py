@@ -12,7 +12,8 @@ import operator
 import os
 import re
 import types
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,7 @@ Place = tuple[dict[str, Any], str, str]
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 ARRAYS = (numpy.ndarray, bytearray, array.array)
 _ALWAYS = {"forward", "training", "__call__", "__defaults__", "__kwdefaults__", "_modules", *HOOKS}
+_PLAIN_LOOKUPS = (dict.__getitem__, OrderedDict.__getitem__)
 _MAX_ARRAY_BYTES = 1 << 20
 """Of an array that is kept to be compared; of larger ones a digest is."""
 _ENTRY = re.compile(r"(\[[^\]]*\])+$")
@@ -115,6 +117,11 @@ class StoredItems:
         return len(self._of)
 
 
+def stored_items(of: dict[Any, Any]) -> Any:
+    """Return what gives what a dictionary holds: mostly itself."""
+    return of if type(of).__getitem__ in _PLAIN_LOOKUPS else StoredItems(of)
+
+
 class Watches:
     """Values with the places they were read from."""
 
@@ -134,7 +141,7 @@ class Watches:
         self._arrays: list[tuple[Any, bytes, str]] = []
         self._large: list[tuple[Any, bytes, str]] = []
         """By their digest, which takes too long for each call."""
-        self._spaces: list[tuple[dict[str, Any], frozenset[str], str]] = []
+        self._spaces: list[tuple[Mapping[str, Any], frozenset[str], str]] = []
         """Attributes, where others may be added."""
         self._num_attributes = 0
         self._sets: list[tuple[set[Any], frozenset[Any], str]] = []
@@ -175,7 +182,7 @@ class Watches:
         lengths.append(len(owner))
         names.append(name)
 
-    def space(self, owner: dict[str, Any], name: str) -> None:
+    def space(self, owner: Mapping[str, Any], name: str) -> None:
         """Watch which attributes an object has."""
         self._num_attributes += len(owner)
         self._spaces.append((owner, frozenset(owner), name))
@@ -260,7 +267,7 @@ class Watches:
 
     def _given(self, reads: Reads, others: Sequence[Place] = ()) -> list[WatchedChange]:
         """Return what objects got that count, and what of ``others`` does."""
-        added = [*others]
+        added: list[tuple[Mapping[str, Any], str, str]] = [*others]
         for space, keys, name in self._spaces:
             added += [(space, key, f"{name}.{key}") for key in space.keys() - keys]
         return [
@@ -303,7 +310,7 @@ class Watches:
         return rest
 
 
-def _space(row: tuple[dict[str, Any], frozenset[str], str]) -> dict[str, Any]:
+def _space(row: tuple[Mapping[str, Any], frozenset[str], str]) -> Mapping[str, Any]:
     return row[0]
 
 

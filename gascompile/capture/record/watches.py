@@ -13,8 +13,8 @@ import linecache
 import logging
 import sys
 import types
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Sized
+from collections import deque
+from collections.abc import Iterable, Mapping, Sized
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from gascompile.capture.fingerprint.code_origin import (
     origin_of_name,
     wrapped_by,
 )
+from gascompile.capture.record.function_tables import table_of
 from gascompile.capture.record.likeness import GONE, SCALARS
 from gascompile.capture.record.op_names import look_up_op, look_up_overloads
 from gascompile.capture.record.opaque import is_source
@@ -38,9 +39,9 @@ from gascompile.capture.record.watched import (
     HOOKS,
     Current,
     Reads,
-    StoredItems,
     Watches,
     attribute_of,
+    stored_items,
 )
 from gascompile.core.tensor_attributes import attributes_of
 
@@ -60,7 +61,6 @@ _LOADERS = {Origin.PYTHON, Origin.TORCH, Origin.OWN}
 """Whose code looks into ``sys.modules`` for what it is about to import, which is recorded by itself, or for a type's
 module. To watch all modules would take each global of the program's main module for a part of its models."""
 _CHANGED_BY_METHODS = (list, dict, set, deque, bytearray)
-_PLAIN_LOOKUPS = (dict.__getitem__, OrderedDict.__getitem__)
 
 
 def watch(
@@ -225,8 +225,8 @@ class _Walk:
         self.watches.size(owner, name)
         if self._reads.names is None and len(owner) > _MANY_ENTRIES:
             return  # a data set, most likely; what reads it is known only after the capture
-        if isinstance(owner, dict) and type(owner).__getitem__ not in _PLAIN_LOOKUPS:
-            owner = StoredItems(owner)
+        if isinstance(owner, dict):
+            owner = stored_items(owner)
         for key in keys:
             self.item(owner, key, f"{name}[{key!r:.40}]")
 
@@ -287,6 +287,10 @@ class _Walk:
                 value = owner.get(key)
                 if callable(value):
                     self._only(owner, key, f"{label}.{key}")
+                elif isinstance(value, Mapping):
+                    table, entries = table_of(value)
+                    for entry in entries:
+                        self._only(table, entry, f"{label}.{key}[{entry!r:.40}]")
                 if not isinstance(value, types.ModuleType):
                     break
                 owner, label = vars(value), value.__name__
@@ -294,12 +298,25 @@ class _Walk:
     def methods(self, kinds: set[type]) -> None:
         """Watch the methods of the modules' classes that ran."""
         for kind in kinds:
-            self.watches.attribute(kind, "forward", f"{kind.__qualname__}.forward")
+            self._method(kind, "forward")
+            self._method(kind, "__call__")
         for base in {base for kind in kinds for base in kind.__mro__}:
             if origin_of_name(base.__module__) is Origin.INSTALLED:
                 for key, value in list(vars(base).items()):
                     if isinstance(value, types.FunctionType) and self._reads.calls(value.__code__):
                         self._only(vars(base), key, f"{base.__qualname__}.{key}")
+
+    def _method(self, kind: type, method: str) -> None:
+        """Watch which method of a name a class has."""
+        if attribute_of(kind, method) is attribute_of(kind, method):
+            self.watches.attribute(kind, method, f"{kind.__qualname__}.{method}")
+            return
+        # Whoever asks is given a new object each time: what is stored stays.
+        for base in kind.__mro__:
+            if method in vars(base):
+                self._only(vars(base), method, f"{base.__qualname__}.{method}")
+                return
+            self.watches.space(vars(base), base.__qualname__)
 
     def _only(self, owner: Any, key: str, name: str) -> None:
         """Watch what is there, and nothing of what it is made of."""

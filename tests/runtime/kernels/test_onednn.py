@@ -58,6 +58,42 @@ def test_what_is_not_for_it_has_the_bits_of_torch() -> None:
     assert found.dtype is torch.bfloat16
 
 
+@pytest.mark.parametrize(
+    "bias",
+    [
+        torch.arange(1024.0)[::2],
+        torch.tensor(3.0).expand(512),
+        torch.tensor(3.0),
+        torch.tensor([3.0]),
+        torch.arange(512.0)[None],
+        torch.arange(2048.0).reshape(4, 512),
+    ],
+    ids=["strided", "expanded", "scalar", "one", "row", "rows"],
+)
+def test_biases_of_any_kind_count(bias: torch.Tensor) -> None:
+    x, weight, _ = operands(512, 512, 4)
+    assert torch.equal(onednn.linear(x, weight, bias), linear(x, weight, bias))
+
+
+@pytest.mark.parametrize(
+    ("x", "bias"),
+    [
+        (torch.ones(4, 600), None),
+        (torch.tensor(1.0), None),
+        (torch.ones(4, 512), torch.ones(511)),
+        (torch.ones(4, 512), torch.ones(1024)),
+    ],
+)
+def test_what_does_not_fit_is_refused_as_by_torch(
+    x: torch.Tensor, bias: torch.Tensor | None
+) -> None:
+    with pytest.raises(RuntimeError) as torchs:
+        linear(x, torch.ones(512, 512), bias)
+    with pytest.raises(RuntimeError) as own:
+        onednn.linear(x, torch.ones(512, 512), bias)
+    assert str(own.value) == str(torchs.value)
+
+
 @pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() != "AVX512", reason="other processors take torch's"
 )
