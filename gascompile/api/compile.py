@@ -276,21 +276,18 @@ class Job:
         from gascompile.passes.graph.leaving import other_sites
 
         with task("Planning"):
-            config = self.config
-            sites = other_sites(self.machine) if config.has_sites else ()
+            machine, config = self.machine, self.config
+            sites = other_sites(machine) if config.has_sites else ()
             annotation = self.annotated(program, sites)
-            workload = retimed(program, annotation.workload, self.machine, config)
-            warnings = unknown_ops(annotation, self.machine, config.cache_dir)
-            warnings += source_warnings(self.machine)
-            stays = self.in_arena or sites
+            warnings = unknown_ops(annotation, machine, config.cache_dir) + source_warnings(machine)
             return plan_costed(
-                workload,
-                self.machine,
+                retimed(program, annotation.workload, machine, config),
+                machine,
                 self.budget,
                 config,
                 prints=prints,
                 warnings=warnings,
-                may_move=None if stays else on_heap(program, annotation, self.machine),
+                may_move=None if self.in_arena or sites else on_heap(program, annotation, machine),
                 reserved_bytes=self.reserved_bytes,
                 arena_of=self.arena_of,
                 has_hops=self.may_wait_half_way and not sites,

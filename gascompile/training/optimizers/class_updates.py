@@ -124,8 +124,16 @@ def workspace_bytes(
     *_, rows, columns = parameter.shape
     sums = 3 * (size // max(rows, 1) + size // max(columns, 1))
     square = math.ceil(rule.square_scratch * min(rows, columns) ** 2)
-    beside = _PRODUCTS_BYTES if rule.square_scratch else 4096
+    beside = _products_bytes(size) if rule.square_scratch else 4096
     return (num_copies * size + sums + square) * size_bytes + beside
+
+
+def _products_bytes(num_elements: int) -> int:
+    """Return what a product in bfloat16 takes beside a result of so many elements."""
+    if torch.cpu._is_avx512_bf16_supported():
+        return _PRODUCTS_BYTES
+    # Without instructions for it, oneDNN adds up in a result in float32.
+    return _PRODUCTS_BYTES + num_elements * torch.float32.itemsize
 
 
 def _update(
