@@ -34,6 +34,8 @@ _SHAPE = {
     "vocab_size": 4096,
 }
 _TOY = {**_SHAPE, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+_CALLS = 40
+"""What the throttle lets through at once, a tenth of a second's bytes, is a quarter of a percent of so many."""
 _ROOM_BYTES = 48 << 20
 """Of a file system, beside its files."""
 
@@ -93,7 +95,7 @@ class _Drives:
         self.weights_bytes = sum(file.stat().st_size for file in origin.glob("*.safetensors"))
         self.budget = "24MiB" if setting.toy else "128MiB"
         self.large = str(2 * self.weights_bytes)
-        self._calls = 2 if setting.toy else 10
+        self._calls = 2 if setting.toy else _CALLS
         self._copies: list[Path] = []
         self._devices: list[str] = []
         for number in range(max(self.sizes)):

@@ -1,7 +1,7 @@
 """Fewer moves: of plans that take about as long as the fastest one found, one that moves fewer bytes.
 
-In predicted seconds a transfer beside ops is free. In real ones it takes some of the processors, of the memory's
-bandwidth and of the drive, which transfers that are waited for then lack.
+In predicted seconds a transfer beside ops is free. In real ones it takes some of the processors, where these move it,
+of the memory's bandwidth and of the drive, which transfers that are waited for then lack.
 """
 
 from __future__ import annotations
@@ -26,16 +26,23 @@ busy all the time: 2 gave 5 % fewer bytes in the same time, 4 a tenth fewer in 0
 """
 
 
-def fewer_moves(search: Search, recomputes: Mapping[int, IntervalRecompute]) -> ScheduledSelection:
+def fewer_moves(
+    search: Search, recomputes: Mapping[int, IntervalRecompute], *, is_free: bool
+) -> ScheduledSelection:
     """Return the schedule that moves the fewest bytes of those within a margin of the best; of few tensors the best.
 
     The work of the search is not asked for: a fixed number of schedules is made.
+
+    Args:
+        search: with its best schedule.
+        recomputes: what may run again.
+        is_free: whether moves take nothing from ops, so that fewer of them are worth no time.
     """
     best = search.best
     assert best is not None, "what is not refused has a schedule"
     if len(search.task.names) <= FEW_TENSORS or not best.schedule.moved_bytes:
         return best
-    most_s, lean = best.seconds * (1 + _SLOWER), best
+    most_s, lean = best.seconds * (1 + (0.0 if is_free else _SLOWER)), best
     least = all_bytes = best.schedule.moved_bytes
     recomputed = (cheap(search.base, recomputes, ratio) for ratio in RECOMPUTE_RATIOS)
     layouts = {best.selection.plan.runs: best.selection.plan, search.base.runs: search.base}
@@ -52,7 +59,7 @@ def fewer_moves(search: Search, recomputes: Mapping[int, IntervalRecompute]) -> 
                 if candidate is None:
                     continue
                 moved = candidate.schedule.moved_bytes
-                longer_s = min(_SLOWER, _WORTH * (1 - moved / all_bytes)) * best.seconds
-                if moved < least and candidate.seconds <= best.seconds + longer_s:
+                share = 0.0 if is_free else min(_SLOWER, _WORTH * (1 - moved / all_bytes))
+                if moved < least and candidate.seconds <= best.seconds * (1 + share):
                     lean, least = candidate, moved
     return lean

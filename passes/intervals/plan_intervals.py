@@ -141,14 +141,18 @@ def plan_intervals(
         op_s_per_byte=op_s_per_byte,
         staying=staying,
     )
+    # Engines of a GPU's own move beside its ops; elsewhere the processors do.
+    is_free = machine.compute_backend == "cuda"
     small = task.without_small() if len(task.names) > FEW_TENSORS else task
     if small.fixed and all_moved(layout(small)).fits:
         with contextlib.suppress(InfeasiblePlanError):
-            return _searched(Search(small, effort), reserved_bytes, bound_s)
-    return _searched(Search(task, effort), reserved_bytes, bound_s)
+            return _searched(Search(small, effort), reserved_bytes, bound_s, is_free=is_free)
+    return _searched(Search(task, effort), reserved_bytes, bound_s, is_free=is_free)
 
 
-def _searched(search: Search, reserved_bytes: int, bound_s: float) -> IntervalPlan:
+def _searched(
+    search: Search, reserved_bytes: int, bound_s: float, *, is_free: bool
+) -> IntervalPlan:
     task = search.task
     search.bound_s = max(task.compute_s, bound_s)
     recomputes = interval_recompute(search.base)
@@ -174,7 +178,7 @@ def _searched(search: Search, reserved_bytes: int, bound_s: float) -> IntervalPl
             return _exact_plan(task, exact)
         if exact is not None and exact.complete and search.best is not None:
             search.bound_s = search.best.seconds
-    return _plan(search, fewer_moves(search, recomputes), solver)
+    return _plan(search, fewer_moves(search, recomputes, is_free=is_free), solver)
 
 
 def _all_of(search: Search, max_labels: int, time_limit_s: float) -> Optimum | None:

@@ -108,6 +108,23 @@ def test_where_all_moves_are_hidden_weights_come_anew_and_nothing_saved_goes_out
     assert least <= moved <= 1.2 * least
 
 
+def test_fewer_moves_are_worth_no_time_where_engines_of_a_gpu_move() -> None:
+    workload, machine = adapted(60), drive(1.0, 1.0)
+    places = tuple(replace(place, size_bytes=2000) for place in machine.places)
+    found = [
+        plan_intervals(
+            workload,
+            replace(machine, places=places, backend=backend),
+            {"cpu": 150},
+            effort=Effort(time_limit_s=5),
+        )
+        for backend in ("cpu", "cuda")
+    ]
+    shared, own = found
+    assert own.seconds < shared.seconds < own.seconds * 1.002
+    assert moved_bytes(workload, shared) < moved_bytes(workload, own)
+
+
 def certified(workload: Workload, budget: int, op_s_per_byte: float) -> Plan:
     machine = replace(QUICK, interference=Interference(op_s_per_byte=op_s_per_byte))
     return make_plan(workload, machine, Budget(cpu=budget), fingerprint={}, move_all=True)
