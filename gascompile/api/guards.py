@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import types
 import weakref
@@ -74,6 +75,7 @@ class Values:
         self._keys = [row.key for row in (*rows, *free)]
         self._tensors = [row.tensor for row in (*rows, *free)]
         self._noted = [(row.version, row.address) for row in rows]
+        self._num_none = sum(row.tensor is _nobody for row in free)
         self._cells = Cells([row.tensor() for row in rows])
 
     @staticmethod
@@ -120,13 +122,17 @@ class Values:
         """Return the first that has other values now, in words."""
         now = list(map(dict.get, self._owners, self._keys))
         held = [of() for of in self._tensors]
-        if all(map(operator.is_, now, held)):
+        # One that is gone, with nothing in its place, is as little there as who has had it.
+        num_none = sum(map(operator.is_, now, itertools.repeat(None)))
+        if num_none == self._num_none and all(map(operator.is_, now, held)):
             kept: Any = now[: len(self._rows)]
             if list(zip(map(_VERSION, kept), map(_address, kept), strict=True)) == self._noted:
                 written = self._cells.changed()
                 return None if written is None else f"'{self._rows[written].name}' was written to"
         for number, row in enumerate((*self._rows, *self._free)):
             new, old = now[number], held[number]
+            if new is None and row.tensor is not _nobody:
+                return f"'{row.name}' is not there any more"
             if new is not old and not (new is not None and new.device.type == "meta"):
                 return f"'{row.name}' is another tensor now"
             if new is old and new is not None and number < len(self._rows):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from gascompile.capture.alone import alone
 from gascompile.capture.fake_twin import fake_twin
 from gascompile.capture.fingerprint.code_origin import Origin, origin_of_file
 from gascompile.capture.gradients import (
@@ -47,6 +49,7 @@ _TRANSFORMS = "torch._functorch.predispatch"
 _log = logging.getLogger("gascompile")
 
 
+@alone
 @deferring
 def capture(
     model: nn.Module,
@@ -112,12 +115,15 @@ def _captured(
         recorder.follow(twin, rounds, AskedInputs(args, kwargs, model, is_recording=is_recording))
         try:
             names = inputs[1] if dynamic_shapes is not None else ()
-            with recorder.around(), tracing(), told(spaces), named_keywords(twin, names):
+            sizes = recorder.noting_sizes() if dynamic_shapes is not None else nullcontext()
+            with recorder.around(), tracing(), told(spaces), named_keywords(twin, names), sizes:
                 program = torch.export.export(
                     twin, inputs[0], dict(inputs[1]), dynamic_shapes=dynamic_shapes, strict=False
                 )
         except Exception as error:  # torch.export raises whatever the model's own code raises
             raise _capture_error(model, error) from error
+        if dynamic_shapes is not None:
+            _require_no_words(recorder, model)
         _require_no_transforms(program.graph_module)
         _require_no_packing(recorder, model)
         return EffectTrace(
@@ -149,6 +155,19 @@ def _captured(
         )
     captured = to_program(type(model).__name__, *trace.captured)
     return replace(captured, record=steady.record), steady
+
+
+def _require_no_words(recorder: Recorder, model: nn.Module) -> None:
+    """Return if no size of a range was taken for what it is in words, or for its type: those of its symbol.
+
+    Raises:
+        CaptureError: one was.
+    """
+    if recorder.words_of_sizes is not None:
+        raise CaptureError(
+            f"{recorder.words_of_sizes}, which for a range of sizes is not what it is for each. What to do: leave out "
+            f"dynamic_shapes for {type(model).__name__}, or compute with the number alone"
+        )
 
 
 def _require_no_packing(recorder: Recorder, model: nn.Module) -> None:

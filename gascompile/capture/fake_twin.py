@@ -30,10 +30,10 @@ def fake_twin(model: nn.Module, *, device: str) -> tuple[nn.Module, Mapping[str,
             memo[id(tensor)] = _fake(mode, tensor, device)
     try:
         twin = copy.deepcopy(model, memo)
-    except (TypeError, RuntimeError, AttributeError) as error:
+    except Exception as error:  # whatever the classes of its attributes raise when they are copied
         raise CaptureError(
-            f"{type(model).__name__} cannot be copied for tracing ({error}); remove the attribute that does not "
-            "support copy.deepcopy, or give its class a __deepcopy__"
+            f"{type(model).__name__} cannot be copied for tracing ({type(error).__name__}: {error}); remove the "
+            "attribute that does not support copy.deepcopy, or give its class a __deepcopy__"
         ) from error
     return twin.requires_grad_(False), canonical_names(model)
 

@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
+from gascompile.capture.alone import alone
 from gascompile.capture.fingerprint.replaced import replaced_functions
 from gascompile.capture.fingerprint.target import target_prints
 from gascompile.capture.fingerprint.value_digest import ValueDigest
@@ -63,6 +64,7 @@ class ModulePrint:
         return self.digest if not self.opaque else f"{self.digest}-{uuid.uuid4().hex}"
 
 
+@alone
 def module_print(model: nn.Module) -> ModulePrint:
     """Return the digest of a module with what is unsure about it."""
     hasher = ValueDigest(id(module) for module in model.modules())
@@ -71,6 +73,7 @@ def module_print(model: nn.Module) -> ModulePrint:
     return ModulePrint(hasher.digest(), tuple(hasher.opaque), frozenset(hasher.reached))
 
 
+@alone
 def step_print(
     model: nn.Module, loss_fn: Callable[..., Any], left: Collection[int] = ()
 ) -> ModulePrint:

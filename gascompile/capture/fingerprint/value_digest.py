@@ -133,7 +133,7 @@ class ValueDigest(CodeDigest):
 
     def _items(self, value: Iterable[Any]) -> None:
         items = list(value)
-        self.add(type(value).__name__, len(items), getattr(value, "maxlen", None))
+        self.add(type(value).__name__, len(items), isinstance(value, deque) and value.maxlen)
         for number, item in enumerate(items):
             self.value(item, f"[{number}]")
         self._rest(value, (list, tuple, deque, torch.Size))
@@ -143,7 +143,7 @@ class ValueDigest(CodeDigest):
         for key, item in list(dict.items(value) if isinstance(value, dict) else value.items()):
             self.value(key, "a key")
             self.value(item, f"[{key!r:.40}]")
-        self.value(getattr(value, "default_factory", None), "default_factory")
+        self.value(isinstance(value, defaultdict) and value.default_factory, "default_factory")
         if not isinstance(value, types.MappingProxyType):
             self._rest(value, (dict, OrderedDict, defaultdict))
 

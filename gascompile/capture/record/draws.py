@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy
+import torch
 
 PYTHON, NUMPY = "Python's random numbers", "NumPy's random numbers"
 _FLOATS = (
@@ -50,3 +52,17 @@ def drawing_functions() -> dict[int, Drawn]:
     for seed, source in ((random.seed, PYTHON), (numpy.random.seed, NUMPY)):
         drawn_by[id(seed)] = Drawn("a seed", int, source=source, seeds=True)
     return drawn_by
+
+
+def random_states() -> dict[str, object]:
+    """Return the states of Python's and NumPy's that all draw from, by their names."""
+    numbers: Any = numpy.random.get_state(legacy=True)  # noqa: NPY002 - the state that others draw from
+    return {
+        PYTHON: random.getstate(),
+        NUMPY: (numbers[1].tobytes(), numbers[2:]),
+    }
+
+
+def all_random_states() -> dict[str, object]:
+    """Return torch's, too, which cannot be read within a trace."""
+    return {**random_states(), "torch's random numbers": torch.get_rng_state().numpy().tobytes()}

@@ -28,6 +28,7 @@ from gascompile.capture.record.call_digest import CallDigest
 from gascompile.capture.record.dependencies import Dependencies, dependencies
 from gascompile.capture.record.given import changed_entries, entries_of
 from gascompile.capture.record.recorder import Ask, Running
+from gascompile.capture.record.size_types import types_of_sizes_noted
 from gascompile.capture.record.snapshot import Draws, Snapshot, undo
 from gascompile.capture.record.tensor_slots import Slots, changed_slots, tensor_slots
 from gascompile.capture.record.watched import Reads, WatchedChange, Watches
@@ -162,6 +163,10 @@ class Recorder:
                 changes += changed_slots(self._slots, tensor_slots(self._model))
         self._changed.update({change.name: change for change in changes})
 
+    def noting_sizes(self) -> AbstractContextManager[None]:
+        """Enclose a capture for ranges of sizes: see ``words_of_sizes``."""
+        return types_of_sizes_noted(self._running)
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """Enclose the model's own code; may happen several times, within dispatch modes of torch."""
@@ -267,6 +272,14 @@ class Recorder:
     def settings(self) -> dict[str, object]:
         """Which of torch's settings the program has asked for, with what it was told."""
         return self._running.settings
+
+    @property
+    def words_of_sizes(self) -> str | None:
+        """What of the program asked for the text or the type of a size, if something did."""
+        for body, space in self._running.code.values():
+            if {"type", "int"} <= {*body.co_names} and is_own(body, space):
+                return f"{body.co_qualname} may ask whether the type of a size is int"
+        return next(iter(self._running.sizes), None)
 
     @property
     def nests(self) -> bool:

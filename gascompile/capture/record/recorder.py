@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-import numpy
 import torch
 
 from gascompile.capture.fingerprint.code_origin import Origin, origin_of_file
@@ -40,7 +39,7 @@ from gascompile.capture.record.asked_settings import (
     setting_entered,
 )
 from gascompile.capture.record.call_digest import CallDigest
-from gascompile.capture.record.draws import NUMPY, PYTHON
+from gascompile.capture.record.draws import all_random_states
 from gascompile.capture.record.quiet import Quiet, origin_of_type
 
 _CLOCKS = {
@@ -109,6 +108,8 @@ class Running:
         """Of the call that is captured; ``None`` where nobody follows them."""
         self.packed: dict[str, None] = {}
         """Where hooks on saved tensors were set, of which a trace of the backward pass knows nothing."""
+        self.sizes: dict[str, None] = {}
+        """Where the text or the type of a size counts, in words."""
         self.nests = False
         """Whether a ``nn.TransformerEncoder`` may pack what is padded, if calls record no gradients."""
         self.digest: CallDigest | None = None
@@ -117,9 +118,9 @@ class Running:
     @contextmanager
     def around(self) -> Iterator[None]:
         """Enclose a capture: what it draws and imports shows in what differs after it."""
-        draws, loaded = _all_random_states(), set(sys.modules)
+        draws, loaded = all_random_states(), set(sys.modules)
         yield
-        for name, state in _all_random_states().items():
+        for name, state in all_random_states().items():
             if state != draws[name]:
                 self.asked[drawing(name)] = Ask.DRAW
         self._look_again()
@@ -260,6 +261,18 @@ class Running:
         if caller is not None:
             self.packed[caller.f_code.co_qualname] = None
 
+    def shows_size(self, frame: types.FrameType) -> None:
+        """Note that the model's code wants a size in words."""
+        caller = caller_of(frame.f_back)
+        if caller is not None:
+            self.sizes[f"{caller.f_code.co_qualname} puts a size into words"] = None
+
+    def asks_type(self, frame: types.FrameType | None) -> None:
+        """Note that the model's code looks whether a size is a number of Python's."""
+        caller = caller_of(frame)
+        if caller is not None:
+            self.sizes[f"{caller.f_code.co_qualname} asks whether a size is an int"] = None
+
     def encodes(self, frame: types.FrameType) -> None:
         """Note an encoder of torch's that takes values of a mask to decide by, but not in a capture."""
         given = frame.f_locals
@@ -330,20 +343,6 @@ def _module_of(argument: Any) -> str:
     return kind.__module__
 
 
-def random_states() -> dict[str, object]:
-    """Return the states of Python's and NumPy's that all draw from, by their names."""
-    numbers: Any = numpy.random.get_state(legacy=True)  # noqa: NPY002 - the state that others draw from
-    return {
-        PYTHON: random.getstate(),
-        NUMPY: (numbers[1].tobytes(), numbers[2:]),
-    }
-
-
-def _all_random_states() -> dict[str, object]:
-    """Return torch's, too, which cannot be read within a trace."""
-    return {**random_states(), "torch's random numbers": torch.get_rng_state().numpy().tobytes()}
-
-
 def variable(key: str) -> str | None:
     """Return an environment variable without being seen to read it."""
     raw: dict[object, Any] = os.environ._data  # type: ignore[attr-defined]  # unseen by the profile
@@ -392,6 +391,7 @@ _HANDLERS: dict[int, Callable[[Running, types.FrameType], None]] = {
         (torch.Tensor.register_post_accumulate_grad_hook, Running.hooks),
         (torch.autograd.graph.saved_tensors_hooks.__init__, Running.packs),
         (torch.nn.TransformerEncoder.forward, Running.encodes),
+        (torch.SymInt.__repr__, Running.shows_size),
         (vars(torch.autograd.Function)["apply"].__func__, Running.applies),
     )
 }

@@ -23,9 +23,9 @@ import numpy
 
 from gascompile.capture.fingerprint.code_origin import Origin, origin_of_file
 from gascompile.capture.record.asked_settings import replaced
-from gascompile.capture.record.draws import Drawn, drawing_functions
+from gascompile.capture.record.draws import Drawn, drawing_functions, random_states
 from gascompile.capture.record.opaque import OpaqueNumber, Uses, is_talk, opaque
-from gascompile.capture.record.recorder import drawing, random_states
+from gascompile.capture.record.recorder import drawing
 from gascompile.capture.record.snapshot import Snapshot, put
 from gascompile.capture.record.watched import Watches
 

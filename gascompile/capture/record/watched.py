@@ -36,6 +36,7 @@ _ALWAYS = {"forward", "training", "__call__", "__defaults__", "__kwdefaults__", 
 _PLAIN_LOOKUPS = (dict.__getitem__, OrderedDict.__getitem__)
 _MAX_ARRAY_BYTES = 1 << 20
 """Of an array that is kept to be compared; of larger ones a digest is."""
+_MANY_KEYS = 256  # a larger table is asked, and nobody goes over it in a call
 _ENTRY = re.compile(r"(\[[^\]]*\])+$")
 
 
@@ -140,7 +141,11 @@ class Watches:
         self._tensors: tuple[list[torch.Tensor], list[int], list[str]] = ([], [], [])
         self._arrays: list[tuple[Any, bytes, str]] = []
         self._large: list[tuple[Any, bytes, str]] = []
-        """By their digest, which takes too long for each call."""
+        """By their digest."""
+        self._contents: list[tuple[torch.Tensor, torch.Tensor, str]] = []
+        """Small tensors, with their bytes."""
+        self._orders: tuple[list[Any], list[list[Any]], list[str]] = ([], [], [])
+        """Dictionaries with their keys, over which somebody may go."""
         self._spaces: list[tuple[Mapping[str, Any], frozenset[str], str]] = []
         """Attributes, where others may be added."""
         self._num_attributes = 0
@@ -181,6 +186,9 @@ class Watches:
         owners.append(owner)
         lengths.append(len(owner))
         names.append(name)
+        if isinstance(owner, (dict, types.MappingProxyType)) and 1 < len(owner) <= _MANY_KEYS:
+            for column, part in zip(self._orders, (owner, list(owner), name), strict=True):
+                column.append(part)
 
     def space(self, owner: Mapping[str, Any], name: str) -> None:
         """Watch which attributes an object has."""
@@ -197,11 +205,15 @@ class Watches:
                 self._arrays.append((value, raw, name))
             else:
                 self._large.append((value, _digest(raw), name))
-        elif isinstance(value, torch.Tensor) and self._versions and not value.is_inference():
-            tensors, numbers, names = self._tensors
-            tensors.append(value)
-            numbers.append(value._version)
-            names.append(name)
+        elif isinstance(value, torch.Tensor) and self._versions:
+            # Not all that writes to a tensor counts as a version, and some have none.
+            if _is_plain(value) and value.nbytes <= _MAX_ARRAY_BYTES:
+                self._contents.append((value, _content(value).clone(), name))
+            if not value.is_inference():
+                tensors, numbers, names = self._tensors
+                tensors.append(value)
+                numbers.append(value._version)
+                names.append(name)
 
     def changed(self) -> str | None:
         """Return the first value that differs, with its name, what it was and what it is now."""
@@ -217,13 +229,18 @@ class Watches:
                 and all(map(operator.eq, map(_version, self._tensors[0]), self._tensors[1]))
                 and all(_raw(held) == content for held, content, _ in self._arrays)
                 and all(_elements(held) == elements for held, elements, _ in self._sets)
+                and not any(key in space for space, key, _ in self.absent)
+                and list(map(list, self._orders[0])) == self._orders[1]
+                and all(torch.equal(_content(held), content) for held, content, _ in self._contents)
+                and all(_digest(_raw(held)) == known for held, known, _ in self._large)
             ):
                 return None
         except (LookupError, AttributeError, ValueError):
             pass  # something is not there any more
         changes = self.changes()
         if self._reads is not None:
-            changes += self._given(self._reads)
+            changes += self._given(self._reads, [row for row in self.absent if row[1] in row[0]])
+        changes += self._reordered()
         if not changes:
             self._num_attributes = sum(map(len, map(_space, self._spaces)))
         return changes[0].text if changes else None
@@ -259,11 +276,21 @@ class Watches:
                     WatchedChange(name, _leaf(name), f"the set {name} has other elements now")
                 )
         written = [n for held, content, n in self._arrays if _raw(held) != content]
+        written += [n for held, known, n in self._large if _digest(_raw(held)) != known]
+        written += [
+            n for held, known, n in self._contents if not torch.equal(_content(held), known)
+        ]
         if reads is not None:
-            written += [n for held, known, n in self._large if _digest(_raw(held)) != known]
             added = [row for row in self.absent if row[1] in row[0]]
             changes += self._given(reads, added)
         return changes + [WatchedChange(n, None, f"the array {n} was written to") for n in written]
+
+    def _reordered(self) -> list[WatchedChange]:
+        return [
+            WatchedChange(name, _leaf(name), f"{name} has its entries in another order now")
+            for owner, keys, name in zip(*self._orders, strict=True)
+            if list(owner) != keys
+        ]
 
     def _given(self, reads: Reads, others: Sequence[Place] = ()) -> list[WatchedChange]:
         """Return what objects got that count, and what of ``others`` does."""
@@ -305,6 +332,7 @@ class Watches:
                 kept_names.append(name)
         rest._sets = [row for row in self._sets if row[2] not in names]
         rest._tensors, rest._arrays, rest.moving = self._tensors, self._arrays, self.moving
+        rest._contents, rest._orders = self._contents, self._orders
         rest._large, rest._spaces, rest.absent = self._large, self._spaces, self.absent
         rest._num_attributes = self._num_attributes
         return rest
@@ -323,6 +351,16 @@ def _leaf(name: str) -> object:
 def _raw(held: Any) -> bytes:
     """Return the bytes of an array of any kind."""
     return bytes(held) if isinstance(held, bytearray) else bytes(held.tobytes())
+
+
+def _is_plain(value: torch.Tensor) -> bool:
+    is_there = value.device.type == "cpu" and value.layout is torch.strided
+    return is_there and type(value) in {torch.Tensor, torch.nn.Parameter} and not value.is_quantized
+
+
+def _content(value: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor, as bytes: of numbers two that are none are not equal."""
+    return value.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
 
 
 def _digest(raw: bytes) -> bytes:

@@ -111,6 +111,8 @@ class _Walk:
         self._placed: set[tuple[int, Any]] = set()
         self._todo: list[tuple[Any, str]] = []
         self._bases: dict[type, tuple[type, ...]] = {}
+        self._spaces: set[type] = set()
+        self._missing: set[tuple[int, str]] = set()
 
     def module(self, module: nn.Module, name: str) -> None:
         """Watch a module of the model: what it is made of, its hooks, what is read of it."""
@@ -141,6 +143,7 @@ class _Walk:
         """Watch the attributes of an object, of its slots and of its classes."""
         space = vars(owner) if hasattr(owner, "__dict__") else {}
         self.watches.space(space, name)
+        self.watches.attribute(owner, "__class__", f"{name}.__class__")
         for key in list(space):
             if isinstance(owner, nn.RNNBase) and key in _MIRRORS:
                 continue
@@ -148,8 +151,15 @@ class _Walk:
                 self.item(space, key, f"{name}.{key}")
         self._classes(owner, type(owner), name)
 
+    def _only_space(self, kind: type) -> None:
+        """Watch which attributes a class has."""
+        if kind not in self._spaces:
+            self._spaces.add(kind)
+            self.watches.space(vars(kind), kind.__qualname__)
+
     def _classes(self, owner: Any, kind: type, name: str) -> None:
         for base in self._own_bases(kind):
+            self._only_space(base)
             for key, value in list(vars(base).items()):
                 self._of_class(owner, base, key, value, f"{name}.{key}")
 
@@ -254,6 +264,7 @@ class _Walk:
             return
         for key in ("__code__", "__defaults__", "__kwdefaults__"):
             self.value(self.watches.attribute(function, key, f"{name}.{key}"), f"{name}.{key}")
+        self.watches.space(vars(function), name)
         for key in vars(function):
             if self._reads.has(key):
                 self.item(vars(function), key, f"{name}.{key}")
@@ -266,8 +277,7 @@ class _Walk:
             for key in chain:
                 look_up_op(module, key)
                 if key not in owner:
-                    if not hasattr(builtins, key):
-                        self.watches.absent.append((owner, key, f"{label}.{key}"))
+                    self._absent(owner, key, f"{label}.{key}", is_global=owner is space)
                     break
                 value = owner[key]
                 if value is sys.modules and origin_of_name(space.get("__name__")) in _LOADERS:
@@ -278,6 +288,15 @@ class _Walk:
                 owner, label, module = vars(value), value.__name__, value
         for taken in names.imports:
             self._import(taken, space)
+
+    def _absent(self, owner: dict[str, Any], key: str, name: str, *, is_global: bool) -> None:
+        """Watch that a name is not there, and the builtin that stands for it."""
+        if (id(owner), key) in self._missing:
+            return
+        self._missing.add((id(owner), key))
+        self.watches.absent.append((owner, key, name))
+        if is_global and key in vars(builtins):
+            self._only(vars(builtins), key, f"builtins.{key}")
 
     def callables(self, names: Names, space: dict[str, Any]) -> None:
         """Watch which functions and classes stand behind globals: a library's may be replaced, too."""
@@ -299,7 +318,11 @@ class _Walk:
         """Watch the methods of the modules' classes that ran."""
         for kind in kinds:
             self._method(kind, "forward")
-            self._method(kind, "__call__")
+            for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+                # What all modules have is replaced by torch's tracers, on whatever thread one is at work.
+                self._only_space(base)
+                if "__call__" in vars(base):
+                    self._only(vars(base), "__call__", f"{base.__qualname__}.__call__")
         for base in {base for kind in kinds for base in kind.__mro__}:
             if origin_of_name(base.__module__) is Origin.INSTALLED:
                 for key, value in list(vars(base).items()):
@@ -316,7 +339,7 @@ class _Walk:
             if method in vars(base):
                 self._only(vars(base), method, f"{base.__qualname__}.{method}")
                 return
-            self.watches.space(vars(base), base.__qualname__)
+            self._only_space(base)
 
     def _only(self, owner: Any, key: str, name: str) -> None:
         """Watch what is there, and nothing of what it is made of."""

@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _pytree as pytree
 
+from gascompile.capture.alone import alone
 from gascompile.capture.exporting import exporting
 from gascompile.capture.record.effects import EffectProof, EffectTrace, prove
 from gascompile.capture.record.record import CaptureRecord, Recorded, Recorder
@@ -106,6 +107,7 @@ class _Traced:
     norms: Mapping[float, str]
 
 
+@alone
 @no_collection()
 def capture_joint(
     model: nn.Module,
