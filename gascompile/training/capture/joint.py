@@ -139,9 +139,8 @@ def capture_joint(
         kind = TracedModel if calls else TracedLoss
         wrapped = kind(model, loss_fn, spec, substitutes, recorder, trains=trains, caches=caches)
         with recorder.around(), numbered_norms(model) as norms:
-            graph_module = _captured(wrapped, leaves)
-        captured = _Traced(wrapped, norms)
-        return EffectTrace(captured=captured, graph_module=graph_module, recorder=recorder)
+            graph = _captured(wrapped, leaves)
+        return EffectTrace(captured=_Traced(wrapped, norms), graph_module=graph, recorder=recorder)
 
     num_known, asks, recorders = -1, False, list[Recorder]()
     while len(substitutes.outside) > num_known or asks:

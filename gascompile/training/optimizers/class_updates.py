@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Final
 
 import torch
 
+from gascompile.cost_models.formulas.kernel_workspace import wide_sums_bytes
 from gascompile.training.optimizers.class_rules import KERNELS, ClassRule
 from gascompile.training.optimizers.known_classes import RULES
 from gascompile.training.optimizers.update_ops import (
@@ -124,16 +125,8 @@ def workspace_bytes(
     *_, rows, columns = parameter.shape
     sums = 3 * (size // max(rows, 1) + size // max(columns, 1))
     square = math.ceil(rule.square_scratch * min(rows, columns) ** 2)
-    beside = _products_bytes(size) if rule.square_scratch else 4096
+    beside = _PRODUCTS_BYTES + wide_sums_bytes(size) if rule.square_scratch else 4096
     return (num_copies * size + sums + square) * size_bytes + beside
-
-
-def _products_bytes(num_elements: int) -> int:
-    """Return what a product in bfloat16 takes beside a result of so many elements."""
-    if torch.cpu._is_avx512_bf16_supported():
-        return _PRODUCTS_BYTES
-    # Without instructions for it, oneDNN adds up in a result in float32.
-    return _PRODUCTS_BYTES + num_elements * torch.float32.itemsize
 
 
 def _update(
