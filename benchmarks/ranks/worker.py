@@ -6,6 +6,7 @@ A task names a model and its size, the rows of each rank, the number of steps, t
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -45,6 +46,7 @@ _DEFAULTS: dict[str, Any] = {
     "stop": None,  # a file with the number of steps, in place of ``steps``
     "cache_of_last": None,  # in place of the job's own, for the last rank
     "caches": None,  # in place of the job's own, one of each rank
+    "sampled": True,  # memory is, by a thread beside the steps
     "stages": False,  # ranks are stages of a pipeline, and take the rows of all
 }
 Step = Callable[[Any], torch.Tensor]
@@ -227,7 +229,8 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     under_way = _Run(task, case)
     baseline_bytes = anonymous_bytes()
     try:
-        with PeakSampler() as sampler:
+        sampler = PeakSampler()
+        with sampler if task["sampled"] else contextlib.nullcontext():
             _train(under_way, sampler)
     except GASCompileError as error:
         under_way.found["error"] = f"{type(error).__name__}: {str(error)[:600]}"

@@ -22,20 +22,25 @@ _BETWEEN_S, _ROUNDS_OF_A_GROUP, _GROUPS = 4e-3, 8, 5
 other programs of this host do for a moment. [Empirical] Two ranks of an idle host waited 8 % of their ops in a step."""
 _OP_ROWS = 192
 """Of a product of matrices that stands for ops: 0.2 ms, and more than a core's own cache has room for."""
+_STREAMED = 1 << 20
+"""Elements of what is read and written beside it: some 0.4 ms, as activations and updates of 4 MiB are."""
 
 
 class Ops:
     """What stands for the ops of a step."""
 
-    def __init__(self) -> None:
-        """Run once, to find the libraries loaded."""
+    def __init__(self, *, streams: bool = False) -> None:
+        """Run once, to find the libraries loaded; each reads and writes memory beside its product, if told so."""
         self._matrix = torch.ones(_OP_ROWS, _OP_ROWS)
+        self._stream = torch.ones(_STREAMED) if streams else None
         self.run(2)
 
     def run(self, count: int) -> None:
         """Run so many."""
         for _ in range(count):
             torch.mm(self._matrix, self._matrix)
+            if self._stream is not None:
+                self._stream.mul_(1.0)
 
     def seconds(self, count: int) -> float:
         """Return what so many take."""

@@ -112,7 +112,9 @@ class Ladder:
             ),
             # Where ranks read each other's memory they do so between ops, and nothing goes on beside these.
             busy=1.0 if exchange.reads else _lost_share(exchange, ops, begin, parts),
-            moves_s_per_byte=None if moves is None else moves.lost_s_per_byte(exchange, ops),
+            moves_s_per_byte=None
+            if moves is None
+            else moves.lost_s_per_byte(exchange, Ops(streams=True)),
         )
 
     def seconds(self, size_bytes: int, *, divided: bool) -> float:

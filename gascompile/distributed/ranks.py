@@ -92,7 +92,8 @@ class Ranks:
         self._meeting, self._group = groups.meeting, groups.work
         groups.users.add(self)
         self._failure: RankError | None = None
-        self._num_compared = 0
+        self.num_compared = 0
+        """Meetings of all ranks so far."""
         self._own_s = _OWN_S
         self._common: BaseException | None = None
         """What this rank has raised last that all ranks know of, and that breaks nothing."""
@@ -164,7 +165,7 @@ class Ranks:
             raise self._failure
         if self._meeting is None:
             raise RankError(f"rank {self.layout.rank} has left the others", rank=self.layout.rank)
-        self._num_compared += 1
+        self.num_compared += 1
         heading = f"{self._job} {what} {len(numbers)} "
         digest = hashlib.sha256(heading.encode() + facts).digest()
         words = [
@@ -203,7 +204,7 @@ class Ranks:
         if self._group is None or self._failure is not None:
             return
         said = f"{type(error).__name__}: {error}"
-        key = f"refused/{self._num_compared + 1}/{self.layout.rank}"
+        key = f"refused/{self.num_compared + 1}/{self.layout.rank}"
         with contextlib.suppress(RuntimeError):
             self._store.set(key, said)
         with contextlib.suppress(RankMismatchError):
@@ -213,7 +214,7 @@ class Ranks:
     def _refused(self) -> RankMismatchError | None:
         """Return what a rank refuses to do that the others were about to, if one does."""
         for rank in range(self.layout.size):
-            key = f"refused/{self._num_compared}/{rank}"
+            key = f"refused/{self.num_compared}/{rank}"
             with contextlib.suppress(RuntimeError):
                 if rank != self.layout.rank and self._store.check([key]):
                     return RankMismatchError(

@@ -6,6 +6,7 @@ steps has its own.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -38,6 +39,18 @@ class Votes:
         """Return a number of what all ranks begin now, for its topics: they do the same in the same order."""
         self._num_calls += 1
         return self._num_calls
+
+    def say(self, topic: str) -> None:
+        """Let the other ranks know of ``topic``, whether anybody listens or not."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"said/{topic}", "")
+
+    def is_said(self, topic: str) -> bool:
+        """Return whether a rank has said ``topic``, or nobody can tell any more."""
+        try:
+            return self._store.check([f"said/{topic}"])
+        except RuntimeError:
+            return True
 
     def gather(self, topic: str, said: str) -> list[str]:
         """Return what each rank says of ``topic``, of which each speaks once.

@@ -33,6 +33,7 @@ from gascompile.distributed.finding import find_ranks
 from gascompile.distributed.ladder import Ladder
 from gascompile.distributed.ranks import Ranks
 from gascompile.distributed.rows import RowSampler, has_no_rows, num_rows
+from gascompile.distributed.together import TimedTogether
 from gascompile.runtime.collectives.exchange import exchanging
 from gascompile.runtime.memory.pages import Pages
 from gascompile.training.capture.rank_loss import RankLoss
@@ -79,6 +80,8 @@ class RankStep:
         self._marks: WeakKeyDictionary[fx.GraphModule, list[object]] = WeakKeyDictionary()
         self._draws = RankDraws(ranks)
         self._runs, self._waited_s = RankRuns(), 0.0
+        self.timing = TimedTogether(ranks.votes, ranks.layout, lambda: ranks.num_compared)
+        """Of ops, for plans."""
 
     def rows(self) -> list[int]:
         """Return how many rows each rank is to have in the next batch.

@@ -135,6 +135,8 @@ class StepPlanner(StagePlanner):
         self._settings = replace(self._settings, stages=stages, beside=beside)
         with no_collection():
             place, made = self._looked_up(batch, options, storages)
+        if made is not None and self.ranks is not None:
+            self.ranks.timing.skip()
         return place, made or self._planned(name, batch, options, storages, place)
 
     def _looked_up(
@@ -293,6 +295,7 @@ class StepPlanner(StagePlanner):
             pages=self.pages,
             sites=sites,
             ladder=ladder,
+            together=self.ranks.timing if self.ranks is not None else None,
         )
         sent_bytes = stage.reserved_bytes if stage is not None else 0
         if stage is not None and self.pipeline is not None:

@@ -33,6 +33,9 @@ _WORD, _HALF = 8, 32  # bytes, bits
 _COUNTS = 1 << _HALF
 _SOON_S, _LATER_S, _LATE = 2e-5, 5e-4, 1 / 16
 """Between two looks at the others: the least, the most, and the share of what has passed, by which one comes late."""
+_QUICK_LOOKS, _SHORT_S = 50, 6e-4
+"""A wait begins with so many looks without a pause, some 0.3 ms, where the one before was about as short. [Empirical]
+The shortest sleep takes 0.08 ms, as much as a copy of 256 KiB, and steps of small models wait a hundred times."""
 _LOOK_S = 1.0
 """Between two looks whether the other ranks are still there."""
 _PTRACER = 0x59616D61
@@ -93,6 +96,10 @@ class PeerMemory:
         self.waited_s = 0.0
         """For the other ranks, so far, without what was copied meanwhile."""
         self._copied_s = 0.0
+        self._has_core = False
+        """Whether each rank has a processor: who looks without a pause takes none from whom it waits for."""
+        self._is_short = True
+        """Whether the last wait was."""
         # Others may look at it until this process ends.
         _boards.append(self._words)
 
@@ -116,6 +123,7 @@ class PeerMemory:
                 peer = self._peers[rank] = _Peer(int(pid), int(board), int(token))
                 if not self._is_there(peer):
                     return False
+        self._has_core = len(told) <= len(os.sched_getaffinity(0))
         return True
 
     def offer(self, values: torch.Tensor, wants: Sequence[Want], waits: Waits) -> Reading:
@@ -225,6 +233,7 @@ class PeerMemory:
             return
         begin_s = looked_s = time.monotonic()
         copied_s = self._copied_s
+        quick_looks = _QUICK_LOOKS if self._has_core and self._is_short else 0
         try:
             while not is_done():
                 now_s = time.monotonic()
@@ -232,10 +241,14 @@ class PeerMemory:
                     looked_s = now_s
                     if not waits(now_s - begin_s):
                         raise RuntimeError("nothing comes any more")
-                time.sleep(min(max((now_s - begin_s) * _LATE, _SOON_S), _LATER_S))
+                quick_looks -= 1
+                if quick_looks < 0:
+                    time.sleep(min(max((now_s - begin_s) * _LATE, _SOON_S), _LATER_S))
                 self._advance()
         finally:
-            self.waited_s += time.monotonic() - begin_s - (self._copied_s - copied_s)
+            passed_s = time.monotonic() - begin_s - (self._copied_s - copied_s)
+            self._is_short = passed_s < _SHORT_S
+            self.waited_s += passed_s
 
 
 def _in_both_halves(count: int) -> int:

@@ -238,8 +238,9 @@ def test_the_first_rank_shows_what_each_took(two: Path) -> None:
         assert [kept[f"train/ranks/{rank}/rows {number}"] for rank in (0, 1)] == [3.0, 6.0]
         for rank in (0, 1):
             assert kept[f"train/ranks/{rank}/time_s {number}"] > 0
-            assert kept[f"train/ranks/{rank}/waited_s {number}"] > 0
             assert kept[f"train/ranks/{rank}/peak_bytes {number}"] > 0
+        # Whoever comes last to all exchanges waits for nobody.
+        assert max(kept[f"train/ranks/{rank}/waited_s {number}"] for rank in (0, 1)) > 0
     assert "rank 1: 6 rows" in first["shown"].splitlines()[-1]
 
 

@@ -132,4 +132,5 @@ class StagePlanner:
             self._job.budget,
             cache_dir=self._job.config.cache_dir,
             pages=self.pages,
+            together=self.ranks.timing if self.ranks is not None else None,
         )

@@ -1,17 +1,15 @@
 """What the ops of a step cost on this machine: the seconds and the scratch memory of each kind, measured once.
 
-The step's program is run in its order on made-up values, with little in memory: a value that does not fit is let
-go of and made up again. Kinds that were met often enough are passed over, so that it takes as long as a few
-layers do, however deep the model is. Figures are remembered beside those of the machine.
+It takes as long as a few layers do, however deep the model is. Figures are remembered beside those of the machine; of
+several ranks those of ops that all ranks run at the same time, as they do in a step.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +21,11 @@ from gascompile.core import serial
 from gascompile.core.budget import Budget
 from gascompile.core.errors import BudgetExceededError
 from gascompile.core.machine import Machine
-from gascompile.core.program import Program, last_readers
+from gascompile.core.program import Program
 from gascompile.core.remembered import remembered
 from gascompile.core.workload import Workload
-from gascompile.cost_models.measure.rehearse import made_up_result, timed_call
 from gascompile.distributed.ladder import Ladder
+from gascompile.distributed.together import TimedTogether
 from gascompile.machines.busy import warned_if_busy
 from gascompile.machines.op_memory import learn, learnt_bytes
 from gascompile.machines.op_times import computes_here, keep_times
@@ -36,15 +34,10 @@ from gascompile.runtime.memory.pages import Pages
 from gascompile.training.optimizers import rank_ops
 from gascompile.training.planning.rank_overlap import network_of, waits_s, with_flying
 from gascompile.training.planning.step_program import StepProgram
+from gascompile.training.planning.step_rehearsal import OpCost, StepRehearsal
 from gascompile.training.planning.step_workload import step_workload
 
 _FORMAT = "gascompile.step_costs/1"
-_NUM_RUNS = 4
-"""Of a kind; the first takes memory that the others find taken."""
-_ENOUGH_S = 0.1
-"""In a kind: one that took so long is not run again. [Empirical] Two of GPT-2's kinds of 30 ms agree as four do."""
-_LONG_S = 0.2
-"""[Empirical] From here on what a first run takes beside the op, new pages and the kernel's choice, is lost in it."""
 _WORTH_S = 0.02
 """A step that runs for less is planned by formulas: measuring would take longer than it saves."""
 _MOST_BYTES = 1 << 30
@@ -55,17 +48,6 @@ _OF_STEP = re.compile(r"\d+ threads ")
 """Beginning of ``_call``; kinds of forward passes' ops begin with the op."""
 _NOT_UPDATES = ("accumulate", "clip_scale", "refuse_nan", "total_norm")
 """Ops of the namespace of updates that are none."""
-_CALL_S = 6e-6
-"""What it takes to call an op from a plan, beside the op."""
-
-
-@dataclass(frozen=True, slots=True)
-class OpCost:
-    """Figures of one kind of op."""
-
-    time_s: float
-    scratch_bytes: int
-    """Beside its operands and results; 0 where the process has no page memory to see it by."""
 
 
 def costed_workload(
@@ -77,6 +59,7 @@ def costed_workload(
     pages: Pages | None,
     sites: Sequence[str] = (),
     ladder: Ladder | None = None,
+    together: TimedTogether | None = None,
 ) -> Workload:
     """Return the planning problem of a step with what its ops were found to take here.
 
@@ -88,6 +71,7 @@ def costed_workload(
         pages: where large values lie.
         sites: other tiers whose processors may run updates.
         ladder: what exchanges between ranks take.
+        together: with the ranks that plan at the same time.
 
     Raises:
         StorageError: ``cache_dir`` cannot be made.
@@ -101,6 +85,7 @@ def costed_workload(
         room_bytes=_room_bytes(program, budget.limits_bytes(machine)[machine.compute_tier]),
         pages=pages,
         updates_alone=not computes_here(machine) and bool(sites),
+        together=together,
     )
     costed = workload
     if computes_here(machine):
@@ -176,6 +161,7 @@ def step_costs(
     room_bytes: int,
     pages: Pages | None,
     updates_alone: bool = False,
+    together: TimedTogether | None = None,
 ) -> Mapping[str, OpCost]:
     """Return the costs by op name, of all that can be run on made-up values, where ``machine`` is this one.
 
@@ -190,16 +176,17 @@ def step_costs(
     total_s = sum(op.time_s[machine.compute_tier] for op in workload.ops)
     is_here = machine.name == this_machine_name() if updates_alone else computes_here(machine)
     if not is_here or total_s < _WORTH_S:
+        if together is not None:
+            together.begin(is_needed=False)
         return {}
-    kinds = {
-        node: _kind(node) if _is_update(node.target) or not updates_alone else None
-        for node in program.op_nodes()
-    }
+    kinds = _kinds(program, updates_alone=updates_alone, together=together)
     path = step_times_path(cache_dir)
     known = remembered(path, _FORMAT, "the remembered costs", _costs) or {}
     missing = {kind for kind in kinds.values() if kind is not None} - set(known)
+    if together is not None:
+        together.begin(is_needed=bool(missing))
     if missing:
-        rehearsal = _Rehearsal(kinds, missing, min(room_bytes // 3, _MOST_BYTES))
+        rehearsal = StepRehearsal(kinds, missing, min(room_bytes // 3, _MOST_BYTES))
         context = pages.active(0) if pages else torch.no_grad()
         quiet = warned_if_busy("this step")
         with quiet, context, torch.no_grad(), torch.random.fork_rng(devices=()):
@@ -211,6 +198,18 @@ def step_costs(
         text = json.dumps({"format": _FORMAT, "costs": serial.to_json(known)}, indent=1)
         keep_times(path, text)
     return {node.name: known[kind] for node, kind in kinds.items() if kind and kind in known}
+
+
+def _kinds(
+    program: Program, *, updates_alone: bool, together: TimedTogether | None
+) -> dict[fx.Node, str | None]:
+    """Return the kind of each op that is to be timed; beside the ops of other ranks it takes longer than alone."""
+    beside = f" beside {together.num_others}" if together is not None else ""
+    kinds = {
+        node: _kind(node) if _is_update(node.target) or not updates_alone else None
+        for node in program.op_nodes()
+    }
+    return {node: kind and f"{kind}{beside}" for node, kind in kinds.items()}
 
 
 def _kind(node: fx.Node) -> str | None:
@@ -253,102 +252,6 @@ def _call(node: fx.Node) -> str:
 def _is_update(target: object) -> bool:
     name = str(target).removeprefix("gascompile_updates.")
     return name != str(target) and not name.startswith(_NOT_UPDATES)
-
-
-class _Rehearsal:
-    """A program on made-up values, of which few are in memory at a time."""
-
-    def __init__(
-        self,
-        kinds: Mapping[fx.Node, str | None],
-        wanted: set[str],
-        most_bytes: int,
-    ) -> None:
-        self._kinds, self._wanted, self._most_bytes = kinds, wanted, most_bytes
-        self._counts = Counter(kinds.values())
-        self._values: dict[fx.Node, Any] = {}
-        """In the order of their last use."""
-        self._frees = last_readers(kinds)
-
-    def run(self, pages: Pages | None) -> dict[str, OpCost]:
-        """Return what was found by kind."""
-        times_s: dict[str, list[float]] = defaultdict(list)
-        scratch_bytes: dict[str, int] = defaultdict(int)
-        for node, kind in self._kinds.items():
-            # One that occurs once is run again, as its first run takes new pages for its result.
-            for _ in range(1 if self._counts[kind] > 1 else 2):
-                if kind not in self._wanted or _is_known(times_s[kind]):
-                    break
-                inputs = {source: self._input(source) for source in node.all_input_nodes}
-                self._evict(set(inputs))
-                cost = self._call(node, inputs, pages)
-                if cost is None:
-                    self._wanted.discard(kind)
-                else:
-                    times_s[kind].append(cost.time_s)
-                    scratch_bytes[kind] = max(scratch_bytes[kind], cost.scratch_bytes)
-            for source in self._frees.get(node, ()):
-                self._values.pop(source, None)
-        self._values.clear()
-        return {
-            kind: OpCost(_typical(seconds), scratch_bytes[kind])
-            for kind, seconds in times_s.items()
-            if seconds
-        }
-
-    def _call(
-        self, node: fx.Node, inputs: Mapping[fx.Node, Any], pages: Pages | None
-    ) -> OpCost | None:
-        self._values.pop(node, None)
-        before = pages.mark() if pages else 0
-        called = timed_call(node, inputs)
-        if called is None:
-            return None
-        value, time_s = called
-        made_bytes = (pages.live_bytes - before) if pages else 0
-        scratch_bytes = (pages.peak_bytes - before - made_bytes) if pages else 0
-        self._values[node] = value
-        return OpCost(time_s + _CALL_S, max(scratch_bytes, 0))
-
-    def _input(self, node: fx.Node) -> Any:
-        value = self._values.pop(node, None)
-        if value is None:
-            value = made_up_result(node)
-        self._values[node] = value
-        return value
-
-    def _evict(self, kept: set[fx.Node]) -> None:
-        """Let go of what was not used for longest until what is left fits."""
-        sizes: dict[int, int] = {}
-        for value in self._values.values():
-            sizes.update(_storages(value))
-        total = sum(sizes.values())
-        for node in [n for n in self._values if n not in kept]:
-            if total <= self._most_bytes:
-                return
-            going = dict(_storages(self._values.pop(node)))
-            still = {address for value in self._values.values() for address, _ in _storages(value)}
-            total -= sum(size for address, size in going.items() if address not in still)
-
-
-def _storages(value: Any) -> Iterator[tuple[int, int]]:
-    for tensor in pytree.tree_leaves(value):
-        if isinstance(tensor, torch.Tensor):
-            storage = tensor.untyped_storage()
-            yield storage.data_ptr(), storage.nbytes()
-
-
-def _is_known(times_s: list[float]) -> bool:
-    """Tell whether more runs of a kind would only take time."""
-    if len(times_s) == 1:
-        return times_s[0] >= _LONG_S
-    return len(times_s) >= _NUM_RUNS or sum(times_s) >= _ENOUGH_S
-
-
-def _typical(times_s: list[float]) -> float:
-    """Return the median, without the first where there are more."""
-    later = sorted(times_s[1:] or times_s)
-    return later[(len(later) - 1) // 2]
 
 
 def _costs(data: Any) -> Mapping[str, OpCost]:
