@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import array
 import contextvars
-import hashlib
 import operator
 import os
 import re
@@ -22,6 +21,7 @@ import torch
 
 from gascompile.capture.fingerprint.code_origin import key_of
 from gascompile.capture.record.asked_settings import AskedSetting
+from gascompile.capture.record.contents import bytes_of, digest_of, elements_of, is_plain, raw_of
 from gascompile.capture.record.likeness import GONE, alike, same, shown
 
 Columns = tuple[list[Any], list[Any], list[Any], list[Any]]
@@ -144,6 +144,8 @@ class Watches:
         """By their digest."""
         self._contents: list[tuple[torch.Tensor, torch.Tensor, str]] = []
         """Small tensors, with their bytes."""
+        self._kinds: tuple[list[Any], list[type], list[str]] = ([], [], [])
+        """Objects with their classes."""
         self._orders: tuple[list[Any], list[list[Any]], list[str]] = ([], [], [])
         """Dictionaries with their keys, over which somebody may go."""
         self._spaces: list[tuple[Mapping[str, Any], frozenset[str], str]] = []
@@ -190,6 +192,11 @@ class Watches:
             for column, part in zip(self._orders, (owner, list(owner), name), strict=True):
                 column.append(part)
 
+    def kind(self, owner: Any, name: str) -> None:
+        """Watch which class an object has."""
+        for column, part in zip(self._kinds, (owner, type(owner), name), strict=True):
+            column.append(part)
+
     def space(self, owner: Mapping[str, Any], name: str) -> None:
         """Watch which attributes an object has."""
         self._num_attributes += len(owner)
@@ -198,17 +205,17 @@ class Watches:
     def content(self, value: Any, name: str) -> None:
         """Watch what a tensor, an array or a set holds."""
         if isinstance(value, set):
-            self._sets.append((value, _elements(value), name))
+            self._sets.append((value, elements_of(value), name))
         elif isinstance(value, ARRAYS):
-            raw = _raw(value)
+            raw = raw_of(value)
             if len(raw) <= _MAX_ARRAY_BYTES:
                 self._arrays.append((value, raw, name))
             else:
-                self._large.append((value, _digest(raw), name))
+                self._large.append((value, digest_of(raw), name))
         elif isinstance(value, torch.Tensor) and self._versions:
             # Not all that writes to a tensor counts as a version, and some have none.
-            if _is_plain(value) and value.nbytes <= _MAX_ARRAY_BYTES:
-                self._contents.append((value, _content(value).clone(), name))
+            if is_plain(value) and value.nbytes <= _MAX_ARRAY_BYTES:
+                self._contents.append((value, bytes_of(value).clone(), name))
             if not value.is_inference():
                 tensors, numbers, names = self._tensors
                 tensors.append(value)
@@ -224,15 +231,16 @@ class Watches:
             if (
                 all(map(operator.is_, map(operator.getitem, owners, keys), values))
                 and all(map(operator.is_, map(getattr, objects, names), known))
+                and all(map(operator.is_, map(type, self._kinds[0]), self._kinds[1]))
                 and sum(map(len, sized)) == lengths
                 and sum(map(len, map(_space, self._spaces))) == self._num_attributes
                 and all(map(operator.eq, map(_version, self._tensors[0]), self._tensors[1]))
-                and all(_raw(held) == content for held, content, _ in self._arrays)
-                and all(_elements(held) == elements for held, elements, _ in self._sets)
+                and all(raw_of(held) == content for held, content, _ in self._arrays)
+                and all(elements_of(held) == elements for held, elements, _ in self._sets)
                 and not any(key in space for space, key, _ in self.absent)
                 and list(map(list, self._orders[0])) == self._orders[1]
-                and all(torch.equal(_content(held), content) for held, content, _ in self._contents)
-                and all(_digest(_raw(held)) == known for held, known, _ in self._large)
+                and all(torch.equal(bytes_of(held), content) for held, content, _ in self._contents)
+                and all(digest_of(raw_of(held)) == known for held, known, _ in self._large)
             ):
                 return None
         except (LookupError, AttributeError, ValueError):
@@ -240,7 +248,7 @@ class Watches:
         changes = self.changes()
         if self._reads is not None:
             changes += self._given(self._reads, [row for row in self.absent if row[1] in row[0]])
-        changes += self._reordered()
+        changes += self._unlike()
         if not changes:
             self._num_attributes = sum(map(len, map(_space, self._spaces)))
         return changes[0].text if changes else None
@@ -268,25 +276,30 @@ class Watches:
                 changes.append(WatchedChange(name, None, f"the tensor {name} was written to"))
         for held, elements, name in self._sets:
             if (
-                _elements(held) != elements
+                elements_of(held) != elements
                 and len(held) == len(elements)
                 and (reads is None or reads.reach(name, _leaf(name)))
             ):
                 changes.append(
                     WatchedChange(name, _leaf(name), f"the set {name} has other elements now")
                 )
-        written = [n for held, content, n in self._arrays if _raw(held) != content]
-        written += [n for held, known, n in self._large if _digest(_raw(held)) != known]
+        written = [n for held, content, n in self._arrays if raw_of(held) != content]
+        written += [n for held, known, n in self._large if digest_of(raw_of(held)) != known]
         written += [
-            n for held, known, n in self._contents if not torch.equal(_content(held), known)
+            n for held, known, n in self._contents if not torch.equal(bytes_of(held), known)
         ]
         if reads is not None:
             added = [row for row in self.absent if row[1] in row[0]]
             changes += self._given(reads, added)
         return changes + [WatchedChange(n, None, f"the array {n} was written to") for n in written]
 
-    def _reordered(self) -> list[WatchedChange]:
+    def _unlike(self) -> list[WatchedChange]:
+        """Return what has another class now, or its entries in another order."""
         return [
+            WatchedChange(name, "__class__", f"{name} is of {type(owner).__qualname__} now")
+            for owner, kind, name in zip(*self._kinds, strict=True)
+            if type(owner) is not kind
+        ] + [
             WatchedChange(name, _leaf(name), f"{name} has its entries in another order now")
             for owner, keys, name in zip(*self._orders, strict=True)
             if list(owner) != keys
@@ -332,7 +345,7 @@ class Watches:
                 kept_names.append(name)
         rest._sets = [row for row in self._sets if row[2] not in names]
         rest._tensors, rest._arrays, rest.moving = self._tensors, self._arrays, self.moving
-        rest._contents, rest._orders = self._contents, self._orders
+        rest._contents, rest._orders, rest._kinds = self._contents, self._orders, self._kinds
         rest._large, rest._spaces, rest.absent = self._large, self._spaces, self.absent
         rest._num_attributes = self._num_attributes
         return rest
@@ -346,30 +359,6 @@ def _leaf(name: str) -> object:
     """Return the attribute that a place lies in; ``None`` where its name does not say."""
     leaf = _ENTRY.sub("", name).rpartition(".")[2]
     return leaf if leaf.isidentifier() else None
-
-
-def _raw(held: Any) -> bytes:
-    """Return the bytes of an array of any kind."""
-    return bytes(held) if isinstance(held, bytearray) else bytes(held.tobytes())
-
-
-def _is_plain(value: torch.Tensor) -> bool:
-    is_there = value.device.type == "cpu" and value.layout is torch.strided
-    return is_there and type(value) in {torch.Tensor, torch.nn.Parameter} and not value.is_quantized
-
-
-def _content(value: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor, as bytes: of numbers two that are none are not equal."""
-    return value.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
-
-
-def _digest(raw: bytes) -> bytes:
-    return hashlib.blake2b(raw, digest_size=16).digest()
-
-
-def _elements(held: set[Any]) -> frozenset[tuple[type, Any]]:
-    """Return what is in a set, of which 1 and True are not the same."""
-    return frozenset(zip(map(type, held), held, strict=True))
 
 
 def _version(tensor: torch.Tensor) -> int:

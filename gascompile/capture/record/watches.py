@@ -143,7 +143,7 @@ class _Walk:
         """Watch the attributes of an object, of its slots and of its classes."""
         space = vars(owner) if hasattr(owner, "__dict__") else {}
         self.watches.space(space, name)
-        self.watches.attribute(owner, "__class__", f"{name}.__class__")
+        self.watches.kind(owner, name)
         for key in list(space):
             if isinstance(owner, nn.RNNBase) and key in _MIRRORS:
                 continue
