@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ class Layer(nn.Module):
         for scale in self.scales.values():
             x = x * scale + 1
         x = x * getattr(self, "gain", 1.0) * getattr(Helper, "gain", 1.0) * self.pieces.depth
+        x = x * getattr(sys.modules[__name__], "of_module", 1.0) + globals().get("of_all", 0.0)
         x = x * self.plain * self.frozen + float(self.large[-1])
         try:
             x = x * not_there  # type: ignore[name-defined]
@@ -80,6 +82,8 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch, Any], object]] = {
     "helper": lambda patch, _: patch.setattr(Helper, "gain", 3.0, raising=False),
     "function": lambda patch, _: patch.setattr(offset, "by", 3.0, raising=False),
     "global": lambda patch, _: patch.setitem(globals(), "not_there", 3.0),
+    "module": lambda patch, _: patch.setitem(globals(), "of_module", 3.0),
+    "globals": lambda patch, _: patch.setitem(globals(), "of_all", 3.0),
     "shadow": lambda patch, _: patch.setitem(globals(), "pow", lambda *_: 3.0),
     "builtin": lambda patch, _: patch.setattr(builtins, "pow", lambda *_: 3.0),
     "method": lambda patch, _: patch.setattr(Turned, "turn", lambda _, x: 3 * x),

@@ -57,9 +57,8 @@ _INERT = (logging.Logger, logging.Handler, logging.Manager)
 """What they say is no part of what a model computes; the first capture of a process changes torch's own. Nor are the
 lines of sources that messages quote: 120,000 of them once torch has shown some, which each call would compare."""
 _BOUND = (types.BuiltinMethodType, types.MethodWrapperType)
-_LOADERS = {Origin.PYTHON, Origin.TORCH, Origin.OWN}
-"""Whose code looks into ``sys.modules`` for what it is about to import, which is recorded by itself, or for a type's
-module. To watch all modules would take each global of the program's main module for a part of its models."""
+_OWN_MODULE = {("globals",), ("sys", "modules")}
+"""Names by which code mostly asks for what is in its own module."""
 _CHANGED_BY_METHODS = (list, dict, set, deque, bytearray)
 
 
@@ -111,7 +110,7 @@ class _Walk:
         self._placed: set[tuple[int, Any]] = set()
         self._todo: list[tuple[Any, str]] = []
         self._bases: dict[type, tuple[type, ...]] = {}
-        self._spaces: set[type] = set()
+        self._spaces: dict[int, Any] = {}
         self._missing: set[tuple[int, str]] = set()
 
     def module(self, module: nn.Module, name: str) -> None:
@@ -151,15 +150,15 @@ class _Walk:
                 self.item(space, key, f"{name}.{key}")
         self._classes(owner, type(owner), name)
 
-    def _only_space(self, kind: type) -> None:
-        """Watch which attributes a class has."""
-        if kind not in self._spaces:
-            self._spaces.add(kind)
-            self.watches.space(vars(kind), kind.__qualname__)
+    def _only_space(self, owner: type | types.ModuleType, name: str) -> None:
+        """Watch which attributes a class or a module has."""
+        if id(owner) not in self._spaces:
+            self._spaces[id(owner)] = owner
+            self.watches.space(vars(owner), name)
 
     def _classes(self, owner: Any, kind: type, name: str) -> None:
         for base in self._own_bases(kind):
-            self._only_space(base)
+            self._only_space(base, base.__qualname__)
             for key, value in list(vars(base).items()):
                 self._of_class(owner, base, key, value, f"{name}.{key}")
 
@@ -272,6 +271,8 @@ class _Walk:
 
     def names(self, names: Names, space: dict[str, Any]) -> None:
         """Watch the globals, and what is read of modules among them."""
+        if not names.chains.isdisjoint(_OWN_MODULE):
+            self._module(sys.modules.get(str(space.get("__name__"))))
         for chain in names.chains:
             owner, label, module = space, str(space.get("__name__")), None
             for key in chain:
@@ -280,7 +281,8 @@ class _Walk:
                     self._absent(owner, key, f"{label}.{key}", is_global=owner is space)
                     break
                 value = owner[key]
-                if value is sys.modules and origin_of_name(space.get("__name__")) in _LOADERS:
+                if value is sys.modules:
+                    # It fills up with what is imported, which is recorded by itself.
                     break
                 self.item(owner, key, f"{label}.{key}")
                 if not isinstance(value, types.ModuleType):
@@ -320,7 +322,7 @@ class _Walk:
             self._method(kind, "forward")
             for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
                 # What all modules have is replaced by torch's tracers, on whatever thread one is at work.
-                self._only_space(base)
+                self._only_space(base, base.__qualname__)
                 if "__call__" in vars(base):
                     self._only(vars(base), "__call__", f"{base.__qualname__}.__call__")
         for base in {base for kind in kinds for base in kind.__mro__}:
@@ -339,7 +341,7 @@ class _Walk:
             if method in vars(base):
                 self._only(vars(base), method, f"{base.__qualname__}.{method}")
                 return
-            self._only_space(base)
+            self._only_space(base, base.__qualname__)
 
     def _only(self, owner: Any, key: str, name: str) -> None:
         """Watch what is there, and nothing of what it is made of."""
@@ -357,9 +359,10 @@ class _Walk:
             if key in vars(module):
                 self.item(vars(module), key, f"{module.__name__}.{key}")
 
-    def _module(self, module: types.ModuleType) -> None:
-        """Watch what is read of a module that is handed on."""
-        if origin_of_module(module) is Origin.USER:
+    def _module(self, module: types.ModuleType | None) -> None:
+        """Watch what is read of a module that is handed on, or that code asks for all its globals."""
+        if module is not None and origin_of_module(module) is Origin.USER:
+            self._only_space(module, module.__name__)
             for key in list(vars(module)):
                 if self._reads.has(key) and not key.startswith("__"):
                     self.item(vars(module), key, f"{module.__name__}.{key}")
