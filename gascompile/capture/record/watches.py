@@ -297,7 +297,8 @@ class _Walk:
             return
         self._missing.add((id(owner), key))
         self.watches.absent.append((owner, key, name))
-        if is_global and key in vars(builtins):
+        # A trial has some of its own, so that what is compared around a capture leaves them out.
+        if is_global and key in vars(builtins) and self._reads.ran is not None:
             self._only(vars(builtins), key, f"builtins.{key}")
 
     def callables(self, names: Names, space: dict[str, Any]) -> None:
