@@ -36,7 +36,7 @@ _ALWAYS = {"forward", "training", "__call__", "__defaults__", "__kwdefaults__", 
 _PLAIN_LOOKUPS = (dict.__getitem__, OrderedDict.__getitem__)
 _MAX_ARRAY_BYTES = 1 << 20
 """Of an array that is kept to be compared; of larger ones a digest is."""
-_MANY_KEYS = 256  # a larger table is asked, and nobody goes over it in a call
+_MANY_KEYS = 256  # of larger ones, mostly tables that are asked, the order is not compared: that is done at each call
 _ENTRY = re.compile(r"(\[[^\]]*\])+$")
 
 
