@@ -42,6 +42,8 @@ _WORTH_S = 0.02
 """A step that runs for less is planned by formulas: measuring would take longer than it saves."""
 _MOST_BYTES = 1 << 30
 """Of made-up values, as far as single ops do not need more."""
+_MORE_S = 3.0
+"""Of more passes over the ops, where ranks share a plan: what one op takes moves rows and shards of all of them."""
 _OWN = ("aten", "prims", "gascompile")
 """Beginnings of the namespaces of ops that may be run on made-up values."""
 _OF_STEP = re.compile(r"\d+ threads ")
@@ -192,7 +194,8 @@ def step_costs(
         with quiet, context, torch.no_grad(), torch.random.fork_rng(devices=()):
             # A step finds its pages taken by the one before; so are these, before anything is timed.
             torch.empty(min(room_bytes // 3, _MOST_BYTES), dtype=torch.uint8).fill_(0)
-            known = {**known, **rehearsal.run(pages)}
+            more_s = 0.0 if together is None else _MORE_S
+            known = {**known, **rehearsal.run(pages, more_s=more_s)}
         if pages is not None:
             pages.trim()
         text = json.dumps({"format": _FORMAT, "costs": serial.to_json(known)}, indent=1)

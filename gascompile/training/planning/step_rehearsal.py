@@ -1,7 +1,7 @@
 """Step rehearsal: a step's program in its order on made-up values, to find what each kind of its ops takes.
 
-Few values are in memory at a time. A kind that comes often is known after a few of its ops; the program is gone through
-again for those that come once, and for those whose calls differ, as a host may be slow for a moment.
+Few values are in memory at a time. A kind that comes often is known after a few of its ops; where there is time for it,
+the program is gone through again for those that come once, and for those whose calls differ.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _LONG_S = 0.2
 """[Empirical] From here on what a first run takes beside the op, new pages and the kernel's choice, is lost in it."""
 _CALL_S = 6e-6
 """What it takes to call an op from a plan, beside the op."""
-_FEW_RUNS, _MOST_PASSES, _MORE_S = 2, 4, 3.0
-"""Beside its first, of a kind: with fewer it is looked for again, in so many passes and so many seconds of those after
-the first pass. [Empirical] An op that comes once differs from one pass to the next by a fifth on a busy host."""
+_FEW_RUNS, _MOST_PASSES = 2, 4
+"""Beside its first, of a kind: with fewer it is looked for again, in so many passes. [Empirical] An op that comes once
+differs from one pass to the next by a fifth on a busy host."""
 _UNSTEADY, _MATTERS_S = 1.25, 1e-3
 """Times the shortest call of a kind: a longer one was in a moment that others had slowed down, and the kind is looked
 for again, unless nobody will notice."""
@@ -62,13 +62,13 @@ class StepRehearsal:
         """In the order of their last use."""
         self._frees = last_readers(kinds)
 
-    def run(self, pages: Pages | None) -> dict[str, OpCost]:
-        """Return what was found by kind."""
+    def run(self, pages: Pages | None, *, more_s: float) -> dict[str, OpCost]:
+        """Return what was found by kind, after ``more_s`` of passes beside the first."""
         self._pass(pages, lambda kind: not self._is_known(kind))
-        until_s = time.perf_counter() + _MORE_S
+        until_s = time.perf_counter() + more_s
         for _ in range(_MOST_PASSES - 1):
             asked = {kind for kind in self._wanted if self._is_doubtful(kind)}
-            if not asked or time.perf_counter() > until_s:
+            if not asked or time.perf_counter() >= until_s:
                 break
             self._pass(pages, asked.__contains__, until_s)
         return {
