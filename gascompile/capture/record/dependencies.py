@@ -33,6 +33,7 @@ from gascompile.capture.fingerprint.replaced import is_library_code
 from gascompile.capture.fingerprint.value_digest import ValueDigest
 from gascompile.capture.record.asked_settings import SETTINGS
 from gascompile.capture.record.function_tables import table_of
+from gascompile.capture.record.library_values import is_plain_value, plain_places
 from gascompile.capture.record.recorder import Running, variable
 from gascompile.capture.record.watched import Reads
 from gascompile.capture.record.watches import Code
@@ -94,7 +95,7 @@ class Dependencies:
         for name, was in self.libraries.items():
             if name in self.loaded and name not in sys.modules:
                 continue
-            if _library_digest(name, self.library_names.get(name, ())) != was:
+            if _library_digest(name, self.library_names.get(name, ()), self.reading()) != was:
                 return f"something in {name} was replaced"
         return None
 
@@ -138,7 +139,7 @@ def dependencies(
         imported=imported,
         modules=modules,
         functions=functions,
-        libraries={name: _library_digest(name, names) for name, names in used.items()},
+        libraries={name: _library_digest(name, names, reads) for name, names in used.items()},
         library_names=used,
         loaded=tuple(sorted(running.imported & used.keys())),
         reads=None if reads.names is None else tuple(sorted(reads.names)),
@@ -243,16 +244,24 @@ def _holder(
     return place
 
 
-def _library_digest(name: str, names: Iterable[str]) -> str:
+def _library_digest(name: str, names: Iterable[str], reads: Reads) -> str:
     module = sys.modules.get(name)
     if module is None:
         return _NONE
     parts: list[object] = [name]
-    if origin_of_module(module) is Origin.INSTALLED:
-        parts.append(module_digest(name))
     space = vars(module)
     parts += [(key, _identity(_followed(space, key))) for key in names]
+    if origin_of_module(module) is Origin.INSTALLED:
+        parts.append(module_digest(name))
+        parts += [_plain_values(_followed(space, key), key, reads) for key in names]
     return _digest(repr(parts))
+
+
+def _plain_values(value: object, name: str, reads: Reads) -> object:
+    """Return the numbers, words and flags that are, or are in, what a library's code finds under a name."""
+    if is_plain_value(value):
+        return repr(value)
+    return sorted((n, repr(held[key])) for held, key, n in plain_places(value, name, reads.has))
 
 
 def _followed(space: Mapping[str, Any], chain: str) -> object:

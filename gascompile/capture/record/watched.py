@@ -194,8 +194,10 @@ class Watches:
 
     def kind(self, owner: Any, name: str) -> None:
         """Watch which class an object has."""
-        for column, part in zip(self._kinds, (owner, type(owner), name), strict=True):
-            column.append(part)
+        owners, kinds, names = self._kinds
+        owners.append(owner)
+        kinds.append(type(owner))
+        names.append(name)
 
     def space(self, owner: Mapping[str, Any], name: str) -> None:
         """Watch which attributes an object has."""

@@ -31,6 +31,7 @@ from gascompile.capture.fingerprint.code_origin import (
     wrapped_by,
 )
 from gascompile.capture.record.function_tables import table_of
+from gascompile.capture.record.library_values import is_plain_value, plain_places
 from gascompile.capture.record.likeness import GONE, SCALARS
 from gascompile.capture.record.op_names import look_up_op, look_up_overloads
 from gascompile.capture.record.opaque import is_source
@@ -79,7 +80,8 @@ def watch(
         code: what ran, with its globals.
         reads: which values count.
         versions: as ``Watches`` takes it.
-        libraries: what ran of libraries, of which it counts which functions and classes stand behind its names.
+        libraries: what ran of libraries, of which functions, classes and plain values count that stand behind its
+            names.
     """
     walk = _Walk(Watches(versions=versions, reads=reads), reads, model)
     for path, module in model.named_modules():
@@ -112,6 +114,7 @@ class _Walk:
         self._bases: dict[type, tuple[type, ...]] = {}
         self._spaces: dict[int, Any] = {}
         self._missing: set[tuple[int, str]] = set()
+        self._plain: dict[int, Any] = {}
 
     def module(self, module: nn.Module, name: str) -> None:
         """Watch a module of the model: what it is made of, its hooks, what is read of it."""
@@ -161,6 +164,7 @@ class _Walk:
             self._only_space(base, base.__qualname__)
             for key, value in list(vars(base).items()):
                 self._of_class(owner, base, key, value, f"{name}.{key}")
+        self._plain_values(kind, f"{kind.__module__}.{kind.__qualname__}")
 
     def _own_bases(self, kind: type) -> tuple[type, ...]:
         """Return the classes of the program that a class is made from, itself among them."""
@@ -302,20 +306,29 @@ class _Walk:
             self._only(vars(builtins), key, f"builtins.{key}")
 
     def callables(self, names: Names, space: dict[str, Any]) -> None:
-        """Watch which functions and classes stand behind globals: a library's may be replaced, too."""
+        """Watch what stands behind globals: functions and classes of a library may be replaced, and values set."""
         for chain in names.chains:
             owner, label = space, str(space.get("__name__"))
             for key in chain:
                 value = owner.get(key)
-                if callable(value):
+                if key in owner and (callable(value) or is_plain_value(value)):
                     self._only(owner, key, f"{label}.{key}")
                 elif isinstance(value, Mapping):
                     table, entries = table_of(value)
                     for entry in entries:
                         self._only(table, entry, f"{label}.{key}[{entry!r:.40}]")
+                self._plain_values(value, f"{label}.{key}")
                 if not isinstance(value, types.ModuleType):
                     break
                 owner, label = vars(value), value.__name__
+
+    def _plain_values(self, value: object, name: str) -> None:
+        """Watch the numbers, words and flags in a library's value; not around a capture, which may count or cache."""
+        if self._reads.ran is None or isinstance(value, _INERT) or id(value) in self._plain:
+            return
+        self._plain[id(value)] = value
+        for owner, key, place in plain_places(value, name, self._reads.has):
+            self._only(owner, key, place)
 
     def methods(self, kinds: set[type]) -> None:
         """Watch the methods of the modules' classes that ran."""
