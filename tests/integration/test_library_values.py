@@ -43,9 +43,13 @@ class Settings:
 
 
 settings = Settings()
+OFFSET = 0.0
 
 
 def shifted(x):
+    from some_library import OFFSET as offset
+
+    x = x + offset
     x = x * SCALE * TABLE["by"] * PAIR[1] * Registry.chosen() + settings.offset
     if FLAG:
         x = -x
@@ -67,6 +71,7 @@ class Layer(nn.Module):
 """
 _OTHERS: dict[str, Callable[[Any], tuple[Any, str, Any]]] = {
     "number": lambda library: (library, "SCALE", 2.0),
+    "import": lambda library: (library, "OFFSET", 0.5),
     "flag": lambda library: (library, "FLAG", True),
     "word": lambda library: (library, "WORD", "other"),
     "tuple": lambda library: (library, "PAIR", (1, 5.0)),

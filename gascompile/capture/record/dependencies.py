@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 
 from gascompile.capture.fingerprint.code_fingerprint import module_digest
-from gascompile.capture.fingerprint.code_names import names_of
+from gascompile.capture.fingerprint.code_names import absolute_name, names_of
 from gascompile.capture.fingerprint.code_origin import (
     Origin,
     origin_of_module,
@@ -218,10 +218,15 @@ def _library_names(running: Running) -> dict[str, tuple[str, ...]]:
             continue
         if origin_of_module(module) in _VERSIONED:
             used.setdefault(name, set())
-            for chain in names_of(body).chains:
+            names = names_of(body)
+            for chain in names.chains:
                 if chain[0] in space:
                     holder, rest = _holder(name, chain, running.imported)
                     used.setdefault(holder, set()).update([".".join(rest)] if rest else ())
+            for taken in names.imports:
+                source = absolute_name(taken, space)
+                if taken.names and origin_of_module(sys.modules.get(source)) in _VERSIONED:
+                    used.setdefault(source, set()).update(taken.names)
     return {name: tuple(sorted(names)) for name, names in sorted(used.items())}
 
 

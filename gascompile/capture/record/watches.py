@@ -95,7 +95,7 @@ def watch(
     walk.finish()
     # After the rest, which looks into what it finds.
     for body, space in libraries:
-        walk.callables(names_of(body), space)
+        walk.of_library(names_of(body), space)
     if reads.ran is not None:
         walk.methods({type(module) for module in model.modules()})
     return walk.watches
@@ -305,22 +305,31 @@ class _Walk:
         if is_global and key in vars(builtins) and self._reads.ran is not None:
             self._only(vars(builtins), key, f"builtins.{key}")
 
-    def callables(self, names: Names, space: dict[str, Any]) -> None:
+    def of_library(self, names: Names, space: dict[str, Any]) -> None:
         """Watch what stands behind globals: functions and classes of a library may be replaced, and values set."""
         for chain in names.chains:
             owner, label = space, str(space.get("__name__"))
             for key in chain:
-                value = owner.get(key)
-                if key in owner and (callable(value) or is_plain_value(value)):
-                    self._only(owner, key, f"{label}.{key}")
-                elif isinstance(value, Mapping):
-                    table, entries = table_of(value)
-                    for entry in entries:
-                        self._only(table, entry, f"{label}.{key}[{entry!r:.40}]")
-                self._plain_values(value, f"{label}.{key}")
+                value = self._global(owner, key, label)
                 if not isinstance(value, types.ModuleType):
                     break
                 owner, label = vars(value), value.__name__
+        for taken in names.imports:
+            module = sys.modules.get(absolute_name(taken, space))
+            for key in (taken.names or ()) if module is not None else ():
+                self._global(vars(module), key, module.__name__)
+
+    def _global(self, owner: dict[str, Any], key: str, label: str) -> object:
+        """Watch and return what a library's code finds under a name."""
+        value = owner.get(key)
+        if key in owner and (callable(value) or is_plain_value(value)):
+            self._only(owner, key, f"{label}.{key}")
+        elif isinstance(value, Mapping):
+            table, entries = table_of(value)
+            for entry in entries:
+                self._only(table, entry, f"{label}.{key}[{entry!r:.40}]")
+        self._plain_values(value, f"{label}.{key}")
+        return value
 
     def _plain_values(self, value: object, name: str) -> None:
         """Watch the numbers, words and flags in a library's value; not around a capture, which may count or cache."""
