@@ -315,9 +315,9 @@ class _Walk:
                     break
                 owner, label = vars(value), value.__name__
         for taken in names.imports:
-            module = sys.modules.get(absolute_name(taken, space))
-            for key in (taken.names or ()) if module is not None else ():
-                self._global(vars(module), key, module.__name__)
+            if (module := sys.modules.get(absolute_name(taken, space))) is not None:
+                for key in taken.names or ():
+                    self._global(vars(module), key, module.__name__)
 
     def _global(self, owner: dict[str, Any], key: str, label: str) -> object:
         """Watch and return what a library's code finds under a name."""
