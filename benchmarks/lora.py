@@ -48,7 +48,7 @@ _LIMIT_S = 3600.0
 """Processors without instructions for bf16 take minutes for a step in memory."""
 
 
-def _with_adapters(base: Any) -> Any:
+def with_adapters(base: Any) -> Any:
     """Return the base with adapters in float32, which have the same first values however the base was made."""
     import peft
     from peft.tuners.lora import LoraLayer
@@ -64,24 +64,27 @@ def _with_adapters(base: Any) -> Any:
     return model
 
 
-def _loss_fn(model: Any, ids: torch.Tensor) -> torch.Tensor:
+def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Return the loss of predicting each token from those before it."""
     loss: torch.Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
     return loss
 
 
-def _optimizer(model: Any) -> torch.optim.Optimizer:
+def adapter_optimizer(model: Any) -> torch.optim.Optimizer:
+    """Return AdamW over what is trained."""
     # The kernel of planned updates: AdamW's default rounds otherwise, which bf16 makes a thousand times larger.
     trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(trained, lr=1e-3, fused=True)
 
 
-def _eager(base: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    model = _with_adapters(base)
-    optimizer = _optimizer(model)
+def eager_step(base: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a plain step of peft's over a base."""
+    model = with_adapters(base)
+    optimizer = adapter_optimizer(model)
 
     def step(ids: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
-        loss = _loss_fn(model, ids)
+        loss = loss_of(model, ids)
         loss.backward()
         optimizer.step()
         return loss.detach()
@@ -96,7 +99,7 @@ def _in_memory(options: argparse.Namespace) -> Callable[[torch.Tensor], torch.Te
     # Its pages are those of the file until something copies them: the steps are to find them in memory.
     for parameter in base.parameters():
         parameter.data = parameter.data.clone()
-    return _eager(base)
+    return eager_step(base)
 
 
 def _by_accelerate(options: argparse.Namespace) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -110,7 +113,7 @@ def _by_accelerate(options: argparse.Namespace) -> Callable[[torch.Tensor], torc
         device_map=places,
         offload_folder=str(options.cache),
     )
-    return _eager(base)
+    return eager_step(base)
 
 
 def _planned(options: argparse.Namespace, ids: torch.Tensor) -> Any:
@@ -121,11 +124,11 @@ def _planned(options: argparse.Namespace, ids: torch.Tensor) -> Any:
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(options.checkpoint)
         base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model = _with_adapters(base)
+    model = with_adapters(base)
     return gascompile.compile_step(
         model,
-        _loss_fn,
-        _optimizer(model),
+        loss_of,
+        adapter_optimizer(model),
         options.budget,
         ids,
         checkpoint=options.checkpoint,
