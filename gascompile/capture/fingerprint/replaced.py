@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import os
 import sys
 import types
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,7 @@ _libraries_own: dict[str, _Held] = {}
 """Modules that held functions of libraries alone when they were last looked at: the version of their globals, the
 functions and their code. A version changes with whatever is set or taken away and no two dictionaries ever have the
 same; a function may be given other code where it lies. Comparing both takes a third of the time of looking anew."""
+_OF_PROGRAM = frozenset({Origin.OWN, Origin.USER})
 _PASSING_ON = {
     "RESUME", "COPY_FREE_VARS", "PUSH_NULL", "LOAD_DEREF", "LOAD_FAST", "LOAD_FAST_BORROW", "PRECALL", "CALL",
     "RETURN_VALUE",
@@ -38,21 +40,30 @@ def replaced_functions() -> list[tuple[str, types.FunctionType]]:
     functions = list(_foreign("torch.Tensor", vars(torch.Tensor)))
     before = _libraries_own.copy()
     _libraries_own.clear()
-    modules: list[tuple[str, Any]] = sorted(
-        sys.modules.items()
-    )  # a program puts what it likes there
-    for name, module in modules:
-        if isinstance(module, types.ModuleType) and _holds_others(name, module, before.get(name)):
-            of_program = origin_of_module(module) in {Origin.OWN, Origin.USER}
-            if not of_program and name != "__main__":
-                functions += _foreign(name, vars(module))
+    modules: list[tuple[str, Any]] = [*sys.modules.items()]  # a program puts what it likes there
+    with_others = [
+        (name, module)
+        for name, module in modules
+        if isinstance(module, types.ModuleType) and _holds_others(name, module, before.get(name))
+    ]
+    for name, module in sorted(with_others):
+        if name != "__main__" and origin_of_module(module) not in _OF_PROGRAM:
+            functions += _foreign(name, vars(module))
     return functions
 
 
+def _lies_in_program(module: types.ModuleType) -> bool:
+    """Return whether a module's file says that it is the program's: most of those that hold others are."""
+    path = vars(module).get("__file__")
+    return isinstance(path, str) and os.path.isabs(path) and origin_of_file(path) in _OF_PROGRAM
+
+
 def _holds_others(name: str, module: types.ModuleType, held: _Held | None) -> bool:
-    """Return whether a module holds a function whose file does not say that it is a library's."""
+    """Return whether a module of a library holds a function whose file does not say that it is a library's."""
     space = vars(module)
     version = dict_version(space)
+    if held is None and _lies_in_program(module):
+        return False
     if held is None or version != held[0] or list(map(_code_of, held[1])) != held[2]:
         found = [value for value in space.values() if type(value) is types.FunctionType]
         codes = [function.__code__ for function in found]
