@@ -12,7 +12,7 @@ from torch import nn
 
 import gascompile
 from gascompile.core.errors import StorageError
-from tests.training.runs import MACHINE, TinyGPT, adamw, batches, compiled, new_model
+from tests.training.runs import MACHINE, PLANNING_S, TinyGPT, adamw, batches, compiled, new_model
 
 
 class Trained:
@@ -130,6 +130,7 @@ class Ended:
             (4 << 20) + 220_000,
             machine=MACHINE,
             cache_dir=self.folder,
+            time_limit_s=PLANNING_S,
             **options,
         )
         self.step(self.batch)

@@ -21,6 +21,7 @@ from gascompile.core.sources import Extent, FileStamp, WeightSource
 from gascompile.weights.checkpoint import Checkpoint, read_safetensors_header
 
 _MAPS, _PAGE_FLAGS = "/proc/self/maps", "/proc/self/pagemap"
+_SUFFIX = ".safetensors"
 _PAGE_BYTES = mmap.PAGESIZE
 _PRESENT, _SWAPPED, _OF_FILE = (np.uint64(1 << bit) for bit in (63, 62, 61))
 """Flags of a page in ``/proc/self/pagemap``, which a process may read of itself; a page never touched has none."""
@@ -46,7 +47,7 @@ def mapped_weights(tensors: Mapping[str, torch.Tensor]) -> Checkpoint:
     What is not proven is left out: other systems, tensors with gaps, pages that were written to, files that were
     replaced since.
     """
-    maps = [mapping for mapping in _maps() if mapping.path.suffix == ".safetensors"]
+    maps = [mapping for mapping in _maps(_SUFFIX) if mapping.path.suffix == _SUFFIX]
     begins = [mapping.begin for mapping in maps]
     sources: dict[str, WeightSource] = {}
     stamps: dict[Path, FileStamp | None] = {}
@@ -89,18 +90,21 @@ def file_ranges() -> list[tuple[int, int]]:
     return [(int(begin, 16), int(end, 16)) for begin, _, end in ranges]
 
 
-def _file_lines() -> Iterator[list[str]]:
+def _file_lines(suffix: str = "") -> Iterator[list[str]]:
+    """Yield the fields of lines whose paths end so: of thousands most are of libraries."""
     lines = Path(_MAPS).read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     for line in lines:
+        if not line.endswith(suffix):
+            continue
         fields = line.split(maxsplit=5)
         if len(fields) == 6 and fields[5].startswith("/"):
             yield fields
 
 
-def _maps() -> Iterator[_Map]:
-    """Yield the private maps of files, by address; none where the system does not tell."""
+def _maps(suffix: str) -> Iterator[_Map]:
+    """Yield the private maps of files of such names, by address; none where the system does not tell."""
     try:
-        lines = list(_file_lines())
+        lines = list(_file_lines(suffix))
     except OSError:
         return
     for fields in lines:

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import chain, product
 
 from gascompile.core.steps import Compute, Offload, Recompute, Release, Reload, Step, Wait
 from gascompile.cost_models.simulate.clock import Clock
@@ -31,6 +31,10 @@ ABSENT, PRESENT, ARRIVING, LEAVING = range(4)
 Status = tuple[int, int, int]
 """Where a tensor is, the route of its transfer (-1: none), and a bit per route with a fresh copy."""
 _GONE: Status = (ABSENT, -1, 0)
+
+
+_Known = dict[tuple[int, int, tuple[Status, ...]], list[Row]]
+"""The times of labels, by the start, the place in the list and where each tensor is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +122,7 @@ class _Search:
             return None
         deadline_s = time.perf_counter() + time_limit_s
         queue: list[tuple[float, int, int, _Label]] = []
-        known: dict[tuple[int, int, tuple[Status, ...]], list[tuple[Row, ...]]] = {}
+        known: _Known = {}
         for held in product(*options):
             if self._bytes(held) <= self.task.limit_bytes:
                 self.starts.append(held)
@@ -132,8 +136,7 @@ class _Search:
                 break
             if label.turn > self.count:
                 return Optimum(True, bound, self._steps(label), self._homes(label.start))
-            rows = (*label.core, *label.flights.values())
-            if label.parent and rows not in known[label.start, label.turn, label.held]:
+            if label.parent and _times(label) not in known[label.start, label.turn, label.held]:
                 continue
             if labels > max_labels or time.perf_counter() > deadline_s:
                 return Optimum(False, math.inf, (), {})
@@ -318,18 +321,20 @@ class _Search:
         """Yield the label in its simplest form: arrived is arrived, and what nothing reads is gone."""
         task, states = self.task, list(held)
         place = min(turn, self.count)
-        flights = {x: later(flights[x], core[0]) for x in sorted(flights)}
+        flights = {x: later(flights[x], core[0]) for x in sorted(flights)} if flights else {}
         for x in [x for x, row in flights.items() if row == core[0]]:
             del flights[x]
             loc, route, fresh = states[x]
             states[x] = (PRESENT, -1, fresh | (1 << route if loc == LEAVING else 0))
             steps.append(Wait(op=place, tensor=task.names[x]))
+        wanted = self.wanted[place]
         for x, status in enumerate(states):
-            if status != _GONE and not task.persistent[x] and x not in self.wanted[place]:
+            if x not in wanted and status != _GONE and not task.persistent[x]:
                 if x in flights:
                     return
                 states[x] = _GONE
-        rows = tuple(later(row, core[0]) for row in core)
+        now = core[0]
+        rows = (now, *[later(row, now) for row in core[1:]])
         yield _Label(label.start, turn, tuple(states), rows, flights, label, tuple(steps))
 
     def _steps(self, label: _Label) -> tuple[Step, ...]:
@@ -350,17 +355,21 @@ class _Search:
         return homes
 
 
-def _is_new(
-    label: _Label, known: dict[tuple[int, int, tuple[Status, ...]], list[tuple[Row, ...]]]
-) -> bool:
+def _is_new(label: _Label, known: _Known) -> bool:
     """Keep the label unless one at the same place is nowhere later; forget those that it beats."""
-    rows = (*label.core, *label.flights.values())
+    times = _times(label)
     kept = known.setdefault((label.start, label.turn, label.held), [])
-    if any(nowhere_later(other, rows) for other in kept):
-        return False
-    kept[:] = [other for other in kept if not nowhere_later(rows, other)]
-    kept.append(rows)
+    for other in kept:
+        if nowhere_later(other, times):
+            return False
+    kept[:] = [other for other in kept if not nowhere_later(times, other)]
+    kept.append(times)
     return True
+
+
+def _times(label: _Label) -> Row:
+    """Return all rows of a label in a row: at the same place, with the same in flight, they are as many."""
+    return tuple(chain.from_iterable((*label.core, *label.flights.values())))
 
 
 def _with(held: tuple[Status, ...], x: int, status: Status) -> tuple[Status, ...]:

@@ -299,7 +299,7 @@ def test_who_fails_takes_the_others_along(two: Path) -> None:
 
 
 def test_who_is_killed_in_the_middle_of_a_step_is_named(tmp_path: Path) -> None:
-    codes = run_job(tmp_path, 2, "killed:beside")
+    codes = run_forked_job(tmp_path, 2, "killed:beside", worker="tests.distributed.rank_worker")
     assert codes == [0, -signal.SIGALRM]
     (left,) = left_by(tmp_path, 2, "killed:beside", 0)
     assert left["rank"] == 1

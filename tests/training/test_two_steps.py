@@ -77,7 +77,11 @@ def test_a_generator_and_its_critic(tmp_path: Path) -> None:
 def test_a_critic_whose_step_is_open_first_is_refused(tmp_path: Path) -> None:
     """Its tensors are the other step's by then, and have no memory that a capture could look at."""
     generator, critic, of_generator, of_critic = _nets()
-    options: dict[str, Any] = {"machine": MACHINE, "cache_dir": tmp_path}
+    options: dict[str, Any] = {
+        "machine": MACHINE,
+        "cache_dir": tmp_path,
+        "time_limit_s": PLANNING_S,
+    }
     pair = (torch.randn(4, 16), torch.randn(4, 16))
     with (
         compile_step(critic, _judged, of_critic, "6MiB", pair, **options),

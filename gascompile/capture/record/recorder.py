@@ -18,11 +18,11 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
 
+from gascompile.capture.fingerprint.audit import heard, listen
 from gascompile.capture.fingerprint.code_origin import Origin, origin_of_file
 from gascompile.capture.record.asked_inputs import (
     ASKING,
@@ -140,7 +140,7 @@ class Running:
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Take note of what runs on this thread."""
-        _install_audit()
+        listen()
         before, profile = sys.getprofile(), self._seen
         with Quiet(profile, self.ran, self.answer, self.digest):
             outer, _active.running = _active.running, self
@@ -357,20 +357,17 @@ class _Active(threading.local):
 _active = _Active()
 
 
-@cache
-def _install_audit() -> None:
-    """See files that are opened: a profile function is not told which."""
-    reading = os.O_WRONLY | os.O_RDWR
+def _opened(arguments: tuple[Any, ...]) -> None:
+    """See a file that is opened: a profile function is not told which."""
+    if _active.running is None:
+        return
+    path, mode, flags = arguments
+    writes = mode is None and flags & (os.O_WRONLY | os.O_RDWR)
+    only_writes = isinstance(mode, str) and "r" not in mode and "+" not in mode
+    _active.running.opens(path, sys._getframe(2), reads=not writes and not only_writes)
 
-    def opened(event: str, arguments: tuple[Any, ...]) -> None:
-        if event != "open" or _active.running is None:
-            return
-        path, mode, flags = arguments
-        writes = mode is None and flags & reading
-        only_writes = isinstance(mode, str) and "r" not in mode and "+" not in mode
-        _active.running.opens(path, sys._getframe(1), reads=not writes and not only_writes)
 
-    sys.addaudithook(opened)
+heard.opened = _opened
 
 
 _HANDLERS: dict[int, Callable[[Running, types.FrameType], None]] = {
