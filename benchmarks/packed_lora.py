@@ -4,7 +4,8 @@
 
 Steps of LoRA of rank 8 on a Llama of 1.1 billion weights, each way in a process of its own: planned within the budget,
 in a memory cgroup of the budget and 700 MiB, over Q4_K blocks that are read in place from a GGUF file; and peft over
-bases that hqq (4 bits) and torchao (8 bits) have packed in memory, of a dense model that stands there first.
+bases that hqq, optimum-quanto (4 bits) and torchao (8 bits) have packed in memory, of a dense model that stands there
+first. These are installed beside the project, as is ninja, with which quanto compiles what it decodes with.
 Losses stand beside those of the same step over the base that was not packed; each packs in its own way. Writes
 ``benchmarks/results/packed_lora-<machine>-<date>.json``.
 """
@@ -42,13 +43,12 @@ _TOY = {
     "num_key_value_heads": 2,
     "vocab_size": 256,
 }
-_WAYS = ("dense", "planned", "hqq", "torchao")
+_WAYS = ("dense", "planned", "hqq", "quanto", "torchao")
 _UNLIMITED_BYTES = 1 << 40
 _LIMIT_S = 3600.0
 NOT_HERE = {
     "bitsandbytes": "left out, as asked",
     "torchao, int4": "its packings for processors need the package mslk or have no gradient",
-    "optimum-quanto": "compiles a C++ extension for its first step",
     "GPTQ and AWQ kernels of peft": "need a GPU",
     "EETQ and AQLM": "need a GPU",
 }
@@ -76,6 +76,15 @@ def _by_hqq(options: argparse.Namespace) -> Any:
             parent, _, key = name.rpartition(".")
             packed = HQQLinear(module, config, compute_dtype=torch.float32, device="cpu")
             setattr(base.model.get_submodule(parent), key, packed)
+    return base
+
+
+def _by_quanto(options: argparse.Namespace) -> Any:
+    from optimum.quanto import freeze, qint4, quantize
+
+    base = _dense(options)
+    quantize(base.model, weights=qint4)
+    freeze(base.model)
     return base
 
 
@@ -110,6 +119,7 @@ def _planned(options: argparse.Namespace, ids: torch.Tensor) -> Any:
 _BASES: dict[str, Callable[[argparse.Namespace], Any]] = {
     "dense": _dense,
     "hqq": _by_hqq,
+    "quanto": _by_quanto,
     "torchao": _by_torchao,
 }
 
