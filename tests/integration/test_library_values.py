@@ -16,6 +16,8 @@ from torch import nn
 import gascompile
 
 _SOURCE = """
+import types
+
 import torch
 from torch import nn
 
@@ -23,6 +25,8 @@ SCALE = 1.0
 FLAG = False
 WORD = "same"
 PAIR = (1, 2.0)
+NESTED = {"inner": {"by": 1.0}}
+SPACE = types.SimpleNamespace(by=1.0)
 TABLE = {"by": 1.0, "less": 2.0}
 KINDS = {}
 
@@ -51,6 +55,7 @@ def shifted(x):
 
     x = x + offset
     x = x * SCALE * TABLE["by"] * PAIR[1] * Registry.chosen() + settings.offset
+    x = x * NESTED["inner"]["by"] * SPACE.by
     if FLAG:
         x = -x
     if WORD != "same":
@@ -76,6 +81,9 @@ _OTHERS: dict[str, Callable[[Any], tuple[Any, str, Any]]] = {
     "word": lambda library: (library, "WORD", "other"),
     "tuple": lambda library: (library, "PAIR", (1, 5.0)),
     "entry": lambda library: (library.TABLE, "by", 4.0),
+    "nested entry": lambda library: (library.NESTED["inner"], "by", 3.0),
+    "namespace": lambda library: (library.SPACE, "by", 3.0),
+    "table of a class": lambda library: (library.Registry._known, "one", 3.0),
     "class": lambda library: (library.Registry, "active", "two"),
     "object": lambda library: (library.settings, "offset", 1.5),
     "layer": lambda library: (library.Layer, "factor", -1.0),
