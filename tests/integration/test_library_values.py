@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from torch import nn
 import gascompile
 
 _SOURCE = """
+import contextvars
 import types
 
 import torch
@@ -27,6 +29,7 @@ WORD = "same"
 PAIR = (1, 2.0)
 NESTED = {"inner": {"by": 1.0}}
 SPACE = types.SimpleNamespace(by=1.0)
+CHOSEN = contextvars.ContextVar("chosen", default=1.0)
 TABLE = {"by": 1.0, "less": 2.0}
 KINDS = {}
 
@@ -55,7 +58,7 @@ def shifted(x):
 
     x = x + offset
     x = x * SCALE * TABLE["by"] * PAIR[1] * Registry.chosen() + settings.offset
-    x = x * NESTED["inner"]["by"] * SPACE.by
+    x = x * NESTED["inner"]["by"] * SPACE.by * CHOSEN.get()
     if FLAG:
         x = -x
     if WORD != "same":
@@ -157,3 +160,18 @@ def test_a_value_that_nobody_reads_plans_nothing_again(
         compiled(x)
     assert "from the cache" in caplog.text
     assert "captured" not in caplog.text
+
+
+def test_what_is_set_for_a_context_counts(library: Any, tmp_path: Path) -> None:
+    x = torch.ones(2, 4)
+
+    def check(chosen: float) -> None:
+        library.CHOSEN.set(chosen)
+        torch.testing.assert_close(compiled(x), _model(library)(x))
+
+    with gascompile.compile(_model(library), None, cache_dir=tmp_path) as compiled:
+        for chosen in (1.0, 2.0):
+            contextvars.copy_context().run(check, chosen)
+        torch.testing.assert_close(compiled(x), _model(library)(x))
+    with gascompile.compile(_model(library), None, cache_dir=tmp_path) as compiled:
+        contextvars.copy_context().run(check, 3.0)
