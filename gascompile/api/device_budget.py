@@ -104,5 +104,5 @@ def _plan_with_host(
         host=HOST,
         limit_bytes=limits_bytes[HOST],
         needed=needed,
-        op=workload.ops[0].name,
+        op=next((op.name for op in workload.ops), workload.name),
     )

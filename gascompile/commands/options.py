@@ -135,8 +135,19 @@ Batch = Annotated[int, typer.Option("--batch", min=1, max=1 << 20, help="Rows of
 Tokens = Annotated[
     int, typer.Option("--tokens", min=1, max=1 << 24, help="Tokens per row of made-up inputs.")
 ]
+_OF_MODELS = (".onnx", ".data", ".safetensors", ".gguf", ".pt2", ".pt", ".pth", ".bin", ".ckpt")
+
+
+def no_model(path: Path | None) -> Path | None:
+    """Return where to write text; raises ``typer.BadParameter`` where a model's file would be lost by that."""
+    if path is not None and path.suffix.lower() in _OF_MODELS and path.exists():
+        raise typer.BadParameter(f"{path} is there, and may be of a model; choose another name")
+    return path
+
+
 Output = Annotated[
-    Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write it here.")
+    Path | None,
+    typer.Option("-o", "--output", metavar="FILE", help="Write it here.", callback=no_model),
 ]
 
 

@@ -24,7 +24,10 @@ if TYPE_CHECKING:  # numpy comes with it, which help and wrong usage need not wa
 TraceFile = Annotated[
     Path | None,
     typer.Option(
-        "--trace", metavar="FILE", help="Write a trace for ui.perfetto.dev (trace-event JSON)."
+        "--trace",
+        metavar="FILE",
+        help="Write a trace for ui.perfetto.dev (trace-event JSON).",
+        callback=opt.no_model,
     ),
 ]
 PictureFile = Annotated[

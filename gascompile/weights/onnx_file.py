@@ -39,6 +39,21 @@ _TYPED_LIMIT_BYTES: Final = 1 << 20
 _GRAPH, _INITIALIZER, _RAW_DATA = 7, 5, 9
 """Numbers of fields in ONNX's protobuf."""
 
+_OF_MODULES: Final = frozenset((
+    "T_destination", "add_module", "apply", "bfloat16", "buffers", "call_super_init", "children", "compile",
+    "cpu", "cuda", "double", "dump_patches", "eval", "extra_repr", "float", "forward", "get_buffer",
+    "get_extra_state", "get_parameter", "get_submodule", "half", "inputs", "ipu", "known", "load_state_dict",
+    "made_up_inputs", "modules", "mtia", "named_buffers", "named_children", "named_modules", "named_parameters",
+    "outputs", "parameters", "register_backward_hook", "register_buffer", "register_forward_hook",
+    "register_forward_pre_hook", "register_full_backward_hook", "register_full_backward_pre_hook",
+    "register_load_state_dict_post_hook", "register_load_state_dict_pre_hook", "register_module",
+    "register_parameter", "register_state_dict_post_hook", "register_state_dict_pre_hook", "requires_grad_",
+    "set_extra_state", "set_submodule", "share_memory", "state_dict", "steps", "tensors", "to", "to_empty",
+    "train", "training", "type", "xpu", "zero_grad",
+))  # fmt: skip
+"""What modules have under these names, torch's own and that of a graph; here since torch may not be installed."""
+_NOT_NAMES: Final = ("_", "onnx_constant_")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnnxFile:
@@ -94,6 +109,7 @@ def read_onnx(file: Path) -> OnnxFile:
 def weight_name(name: str, taken: set[str]) -> str:
     """Return the name in a module of an initializer: parts of letters, digits and underscores, as modules have."""
     parts = ["".join(c if c.isascii() and c.isalnum() else "_" for c in p) for p in name.split(".")]
+    parts = [f"{p}_" if p in _OF_MODULES or p.startswith(_NOT_NAMES) else p for p in parts]
     free = plain = ".".join(part for part in parts if part) or "weight"
     number = 1
     # A module cannot be a parameter, too.

@@ -39,6 +39,16 @@ def plan_file(toy: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def test_what_is_written_replaces_no_file_of_a_model(plan_file: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "model.onnx"
+    kept.write_bytes(b"weights")
+    for verb in (("plan", "-o"), ("simulate", "-o"), ("simulate", "--trace")):
+        code, message = failure(verb[0], str(plan_file), verb[1], str(kept))
+        assert code == 2
+        assert "choose another name" in message
+    assert kept.read_bytes() == b"weights"
+
+
 def test_report(plan_file: Path, tmp_path: Path) -> None:
     out, run = tmp_path / "plan.html", tmp_path / "run.json"
     data = json_of("report", str(plan_file), "-o", str(out), "--why", "1")

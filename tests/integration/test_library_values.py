@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +17,9 @@ from torch import nn
 import gascompile
 
 _SOURCE = """
+import contextvars
+import types
+
 import torch
 from torch import nn
 
@@ -23,6 +27,9 @@ SCALE = 1.0
 FLAG = False
 WORD = "same"
 PAIR = (1, 2.0)
+NESTED = {"inner": {"by": 1.0}}
+SPACE = types.SimpleNamespace(by=1.0)
+CHOSEN = contextvars.ContextVar("chosen", default=1.0)
 TABLE = {"by": 1.0, "less": 2.0}
 KINDS = {}
 
@@ -51,6 +58,7 @@ def shifted(x):
 
     x = x + offset
     x = x * SCALE * TABLE["by"] * PAIR[1] * Registry.chosen() + settings.offset
+    x = x * NESTED["inner"]["by"] * SPACE.by * CHOSEN.get()
     if FLAG:
         x = -x
     if WORD != "same":
@@ -76,6 +84,9 @@ _OTHERS: dict[str, Callable[[Any], tuple[Any, str, Any]]] = {
     "word": lambda library: (library, "WORD", "other"),
     "tuple": lambda library: (library, "PAIR", (1, 5.0)),
     "entry": lambda library: (library.TABLE, "by", 4.0),
+    "nested entry": lambda library: (library.NESTED["inner"], "by", 3.0),
+    "namespace": lambda library: (library.SPACE, "by", 3.0),
+    "table of a class": lambda library: (library.Registry._known, "one", 3.0),
     "class": lambda library: (library.Registry, "active", "two"),
     "object": lambda library: (library.settings, "offset", 1.5),
     "layer": lambda library: (library.Layer, "factor", -1.0),
@@ -149,3 +160,18 @@ def test_a_value_that_nobody_reads_plans_nothing_again(
         compiled(x)
     assert "from the cache" in caplog.text
     assert "captured" not in caplog.text
+
+
+def test_what_is_set_for_a_context_counts(library: Any, tmp_path: Path) -> None:
+    x = torch.ones(2, 4)
+
+    def check(chosen: float) -> None:
+        library.CHOSEN.set(chosen)
+        torch.testing.assert_close(compiled(x), _model(library)(x))
+
+    with gascompile.compile(_model(library), None, cache_dir=tmp_path) as compiled:
+        for chosen in (1.0, 2.0):
+            contextvars.copy_context().run(check, chosen)
+        torch.testing.assert_close(compiled(x), _model(library)(x))
+    with gascompile.compile(_model(library), None, cache_dir=tmp_path) as compiled:
+        contextvars.copy_context().run(check, 3.0)

@@ -31,6 +31,7 @@ import torch
 from torch import fx, nn
 
 from gascompile.capture.fingerprint.code_digest import CodeDigest
+from gascompile.capture.fingerprint.library_order import in_one_order
 
 _ATOMS = (bool, int, float, complex, str, bytes, bytearray)
 _EXACT = {type(None), type(Ellipsis), type(NotImplemented), *_ATOMS}
@@ -46,8 +47,7 @@ _BY_OWNER = (
 _LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event)
 _WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
 _NOT_STATE = {
-    # Set by torch's own machinery.
-    "_version", "_compiled_call_impl", "__weakref__", "__dict__",
+    "_version", "_compiled_call_impl", "__weakref__", "__dict__",  # set by torch's own machinery
     # Python's hash of a transformers configuration: another one in each process.
     "_original_object_hash",
 }  # fmt: skip
@@ -142,7 +142,7 @@ class ValueDigest(CodeDigest):
         self.add(type(value).__name__, len(value))
         for key, item in list(dict.items(value) if isinstance(value, dict) else value.items()):
             self.value(key, "a key")
-            self.value(item, f"[{key!r:.40}]")
+            self.value(in_one_order(key, item), f"[{key!r:.40}]")
         self.value(isinstance(value, defaultdict) and value.default_factory, "default_factory")
         if not isinstance(value, types.MappingProxyType):
             self._rest(value, (dict, OrderedDict, defaultdict))
@@ -324,7 +324,7 @@ class ValueDigest(CodeDigest):
                 self.add("field", name)
                 # The keys of hooks count all hooks of the process.
                 hooks = "_hooks" in name and isinstance(item, dict)
-                self.value(list(item.values()) if hooks else item, name)
+                self.value(list(item.values()) if hooks else in_one_order(name, item), name)
 
 
 def fields_of(value: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ found under the names that it uses. Comparing runs no code of the program and im
 
 from __future__ import annotations
 
+import contextvars
 import hashlib
 import os
 import secrets
@@ -264,6 +265,8 @@ def _library_digest(name: str, names: Iterable[str], reads: Reads) -> str:
 
 def _plain_values(value: object, name: str, reads: Reads) -> object:
     """Return the numbers, words and flags that are, or are in, what a library's code finds under a name."""
+    if isinstance(value, contextvars.ContextVar):
+        value = value.get(None)
     if is_plain_value(value):
         return repr(value)
     return sorted((n, repr(held[key])) for held, key, n in plain_places(value, name, reads.has))

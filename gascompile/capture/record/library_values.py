@@ -16,6 +16,8 @@ from gascompile.capture.record.watched import stored_items
 _MANY_ENTRIES = 256
 """A larger table is a register of all that a library has, and no choice that is made in a call."""
 _FIXED = (tuple, frozenset)
+_TABLES = (dict, types.SimpleNamespace)
+"""What settings are kept in that have a name of their own, or one of a class or of another table."""
 
 Place = tuple[Any, Any, str]
 """What to ask, for what, and what to call the answer."""
@@ -28,30 +30,42 @@ def is_plain_value(value: object) -> bool:
     return isinstance(value, SCALARS)
 
 
-def plain_places(value: object, name: str, reads: Callable[[str], bool]) -> Iterator[Place]:
+def plain_places(
+    value: object, name: str, reads: Callable[[str], bool], *, is_inner: bool = False
+) -> Iterator[Place]:
     """Yield where in a library's value plain values stand that are read.
 
     Args:
         value: what stands under a name that a library's code reads.
         name: what to call it.
         reads: whether an attribute of this name is read.
+        is_inner: whether it stands in another value, of which tables alone are looked into.
     """
     if isinstance(value, types.ModuleType) or type(value) in _FIXED:
         return
     if isinstance(value, Mapping):
         if isinstance(value, dict) and len(value) <= _MANY_ENTRIES:
             for key, held in value.items():
-                if is_plain_value(key) and is_plain_value(held):
+                if not is_plain_value(key):
+                    continue
+                if is_plain_value(held):
                     yield stored_items(value), key, f"{name}[{key!r:.40}]"
+                elif isinstance(held, _TABLES) and not is_inner:
+                    yield from plain_places(held, f"{name}[{key!r:.40}]", reads, is_inner=True)
         return
     kinds = value.__mro__ if isinstance(value, type) else type(value).__mro__
     spaces: list[Mapping[str, Any]] = [vars(kind) for kind in kinds if _is_installed(kind)]
-    if not isinstance(value, type) and _is_installed(type(value)) and hasattr(value, "__dict__"):
+    is_known = _is_installed(type(value)) or isinstance(value, types.SimpleNamespace)
+    if not isinstance(value, type) and is_known and hasattr(value, "__dict__"):
         spaces.append(vars(value))
     for space in spaces:
         for key, held in [*space.items()]:
-            if is_plain_value(held) and not _is_special(key) and reads(key):
+            if _is_special(key) or not reads(key):
+                continue
+            if is_plain_value(held):
                 yield space, key, f"{name}.{key}"
+            elif isinstance(held, _TABLES) and not is_inner:
+                yield from plain_places(held, f"{name}.{key}", reads, is_inner=True)
 
 
 def _is_installed(kind: type) -> bool:

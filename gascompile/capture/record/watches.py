@@ -336,6 +336,10 @@ class _Walk:
         if self._reads.ran is None or isinstance(value, _INERT) or id(value) in self._plain:
             return
         self._plain[id(value)] = value
+        if isinstance(value, contextvars.ContextVar):
+            if is_plain_value(value.get(None)):
+                self.watches.attribute(Current(value), "value", f"{name}['value']")
+            return
         for owner, key, place in plain_places(value, name, self._reads.has):
             self._only(owner, key, place)
 

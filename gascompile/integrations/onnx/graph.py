@@ -167,7 +167,7 @@ def _step(node: onnx_ir.Node, place: int, constants: Mapping[str, Any], opset: i
     where = f"the ONNX node '{name}' ({node.op_type})"
     if node.domain not in ("", "ai.onnx") or node.op_type not in OPS:
         advice = "export the model with the standard ops of torch.onnx.export(dynamo=True)"
-        if "Quantize" in node.op_type or "Integer" in node.op_type:
+        if "quantize" in node.op_type.lower() or "Integer" in node.op_type:
             advice = "pass the model before it was quantised, with weights='int8' or 'int4'"
         raise UnsupportedOpError(
             f"{where} of the domain '{node.domain or 'ai.onnx'}' is not known; {advice}"

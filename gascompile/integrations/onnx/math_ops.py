@@ -59,7 +59,8 @@ def _quotient(a: Any, b: Any) -> Any:
     if isinstance(a, int) and isinstance(b, int):
         return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
     if isinstance(b, int) and b > 0:
-        return a // b  # of a size, which is never negative
+        # Python's // goes down, which below zero is not towards it. Of what is never below, torch leaves half out.
+        return torch.sym_max(a, 0) // b - torch.sym_max(-a, 0) // b
     raise UnsupportedOpError("it divides sizes by what may be negative")
 
 
@@ -165,9 +166,15 @@ def einsum(*values: Tensor, equation: str) -> Tensor:
 
 
 def reducer(
-    compute: Callable[[Tensor, list[int], bool], Tensor], *, whole: bool = False
+    compute: Callable[[Tensor, list[int], bool], Tensor], *, whole: bool = False, single: str = ""
 ) -> Callable[..., Value]:
-    """Return the op that takes dimensions together; ``whole``: of whole numbers, too."""
+    """Return the op that takes dimensions together.
+
+    Args:
+        compute: that of torch, for a tensor, dimensions, and whether they stay.
+        whole: of whole numbers, too.
+        single: what torch calls it for a single number; nothing where that is the number itself.
+    """
 
     def op(
         x: Value, given: Value | None = None, *, axes: Sequence[int] | None = None, keepdims: int = 1,
@@ -180,7 +187,9 @@ def reducer(
         if not wanted and noop_with_empty_axes:
             raise UnsupportedOpError("it has no axes and noop_with_empty_axes=1")
         dims = dims_of(wanted, data.dim()) or list(range(data.dim()))
-        return compute(data, dims, bool(keepdims)) if data.dim() else data
+        if not data.dim():
+            return unary(single)(data) if single else data
+        return compute(data, dims, bool(keepdims))
 
     return op
 

@@ -54,7 +54,9 @@ class OnnxModel(nn.Module):
         """Compute the graph's outputs."""
         given = {**dict(zip(self.inputs, args, strict=False)), **kwargs}
         if len(args) + len(kwargs) != len(given) or given.keys() != self.inputs.keys():
-            raise TypeError(f"the model takes {list(self.inputs)}, not {list(given)}")
+            raise TypeError(
+                f"the model takes {list(self.inputs)}; given were {len(args)} by place and {list(kwargs)} by name"
+            )
         for name, declared in self.inputs.items():
             check_value(f"the input '{name}'", given[name], declared)
         values: dict[str, Any] = {**self.known, **given}

@@ -71,6 +71,10 @@ def squeeze(x: Value, axes: Value | None = None) -> Value:
     if axes is None:
         return data.reshape([dim for dim in data.shape if dim != 1])
     dims = dims_of(sizes(axes, "axes"), data.dim())
+    if not dims:
+        raise UnsupportedOpError(
+            "its list of axes is empty, which onnxruntime and ONNX itself take for all and for none"
+        )
     if any(data.shape[dim] != 1 for dim in dims):
         raise UnsupportedOpError(f"its axes {dims} are not all of one, of {list(data.shape)}")
     return data.squeeze(dims)

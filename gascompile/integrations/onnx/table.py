@@ -56,7 +56,7 @@ OPS: Final[Mapping[str, Op]] = {
     "ReduceMean": Op(m.reducer(lambda x, d, k: x.mean(d, keepdim=k))),
     "ReduceMax": Op(m.reducer(lambda x, d, k: x.amax(d, keepdim=k), whole=True)),
     "ReduceMin": Op(m.reducer(lambda x, d, k: x.amin(d, keepdim=k), whole=True)),
-    "ReduceL2": Op(m.reducer(lambda x, d, k: x.square().sum(d, keepdim=k).sqrt())),
+    "ReduceL2": Op(m.reducer(lambda x, d, k: x.square().sum(d, keepdim=k).sqrt(), single="abs")),
     "CumSum": Op(m.cumsum), "LayerNormalization": Op(m.layer_norm), "RMSNormalization": Op(m.rms_norm),
     "BatchNormalization": Op(m.batch_norm), "Conv": Op(m.conv), "MaxPool": Op(m.max_pool),
     "GlobalAveragePool": Op(m.global_average_pool), "Dropout": Op(m.dropout, (1, 2)),

@@ -52,6 +52,8 @@ def tensor(value: Any, kind: str = "int64") -> torch.Tensor:
         return torch.tensor(value)  # of a comparison
     if all(isinstance(part, (int, float)) for part in parts):
         return torch.tensor(value, dtype=dtype)
+    if parts and not any(isinstance(part, (int, float, torch.SymInt)) for part in parts):
+        dtype = torch.bool  # of a comparison of sizes that change from call to call
     scalars = [torch.scalar_tensor(part, dtype=dtype) for part in parts]
     return torch.stack(scalars) if isinstance(value, list) else scalars[0]
 

@@ -1,0 +1,111 @@
+"""ONNX files that are valid and odd: numbers below zero, single numbers, names that modules have themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gascompile
+from gascompile.core.errors import UnsupportedOpError
+from gascompile.integrations.onnx.translate import onnx_module
+from gascompile.weights.onnx_file import weight_name
+
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnx_ir")
+runtime = pytest.importorskip("onnxruntime")
+
+
+def build(
+    nodes: list[Any], inputs: list[Any], outputs: list[Any], initializers: list[Any], file: Path
+) -> Path:
+    graph = onnx.helper.make_graph(nodes, "g", inputs, outputs, initializers)
+    opsets = [onnx.helper.make_opsetid("", 20)]
+    onnx.save(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10), file)
+    return file
+
+
+def node(op: str, inputs: list[str], outputs: list[str], **attributes: Any) -> Any:
+    return onnx.helper.make_node(op, inputs, outputs, **attributes)
+
+
+def value(name: str, shape: list[Any], kind: int = 1) -> Any:
+    return onnx.helper.make_tensor_value_info(name, kind, shape)
+
+
+def constant(name: str, content: Any, dtype: torch.dtype = torch.int64) -> Any:
+    return onnx.numpy_helper.from_array(torch.tensor(content, dtype=dtype).numpy(), name)
+
+
+def by_runtime(file: Path, x: torch.Tensor) -> list[torch.Tensor]:
+    session = runtime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    return [torch.from_numpy(found) for found in session.run(None, {"x": x.numpy()})]
+
+
+def test_sizes_that_change_are_cut_towards_zero_and_compared_as_booleans(tmp_path: Path) -> None:
+    nodes = [
+        node("Shape", ["x"], ["s"], end=1),
+        node("Sub", ["s", "six"], ["d"]),
+        node("Div", ["d", "two"], ["half"]),
+        node("Div", ["s", "two"], ["rows"]),
+        node("Slice", ["x", "zero", "rows"], ["y"]),
+        node("Equal", ["s", "five"], ["e"]),
+    ]
+    outputs = [value("half", [1], 7), value("e", [1], 9), value("y", ["n", 4])]
+    numbers = [constant(n, [v]) for n, v in (("zero", 0), ("two", 2), ("five", 5), ("six", 6))]
+    file = build(nodes, [value("x", ["b", 4])], outputs, numbers, tmp_path / "m.onnx")
+    compiled = gascompile.compile(file, "1MiB", machine="emulated", cache_dir=tmp_path / "cache")
+    for rows in (2, 3, 4, 5, 7, 9, 11):
+        x = torch.randn(rows, 4)
+        for found, expected in zip(compiled(x), by_runtime(file, x), strict=True):
+            torch.testing.assert_close(found, expected)
+
+
+def test_the_norm_of_a_single_number_is_positive(tmp_path: Path) -> None:
+    nodes = [
+        node("ReduceSum", ["x"], ["s"], keepdims=0),
+        node("ReduceL2", ["s"], ["y"], keepdims=0),
+    ]
+    file = build(nodes, [value("x", [3])], [value("y", [])], [], tmp_path / "m.onnx")
+    x = torch.tensor([1.0, -2, -3])
+    torch.testing.assert_close(onnx_module(file)(x), by_runtime(file, x)[0])
+
+
+def test_an_empty_list_of_axes_to_squeeze_is_refused(tmp_path: Path) -> None:
+    nodes = [node("Squeeze", ["x", "a"], ["y"])]
+    nothing = onnx.numpy_helper.from_array(torch.zeros(0, dtype=torch.int64).numpy(), "a")
+    file = build(nodes, [value("x", [1, 3])], [value("y", [1, 3])], [nothing], tmp_path / "m.onnx")
+    with pytest.raises(UnsupportedOpError, match="list of axes is empty"):
+        onnx_module(file)(torch.ones(1, 3))
+
+
+@pytest.mark.parametrize("name", ["outputs", "forward.type", "_parameters", "onnx_constant_0"])
+def test_weights_may_have_the_names_of_a_module(name: str, tmp_path: Path) -> None:
+    nodes = [node("MatMul", ["x", name], ["p"]), node("Mul", ["p", "k"], ["y"])]
+    weights = [
+        constant(name, torch.randn(8, 8).tolist(), torch.float32),
+        constant("k", [2.0], torch.float32),
+    ]
+    file = build(nodes, [value("x", [2, 8])], [value("y", [2, 8])], weights, tmp_path / "m.onnx")
+    compiled = gascompile.compile(file, "1MiB", cache_dir=tmp_path / "cache")
+    x = torch.randn(2, 8)
+    torch.testing.assert_close(compiled(x), by_runtime(file, x)[0])
+
+
+def test_all_that_a_module_has_is_known(tmp_path: Path) -> None:
+    nodes = [node("Neg", ["x"], ["y"])]
+    file = build(nodes, [value("x", [1])], [value("y", [1])], [], tmp_path / "m.onnx")
+    taken = dir(onnx_module(file))
+    assert not {weight_name(name, set()) for name in taken} & set(taken)
+
+
+def test_a_model_without_an_op(tmp_path: Path) -> None:
+    class Nothing(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    x = torch.ones(3)
+    compiled = gascompile.compile(Nothing(), "1MiB", machine="emulated", cache_dir=tmp_path)
+    assert torch.equal(compiled(x), x)
