@@ -53,6 +53,25 @@ settings = Settings()
 OFFSET = 0.0
 
 
+class Counted:
+    number = 0
+    words = {}
+
+
+def count(x):
+    global COUNT, WARNED
+    COUNT += 1
+    WARNED = True
+    Counted.number += 1
+    Counted.words["rows"] = len(x)
+    MEMO[len(x)] = COUNT
+
+
+COUNT = 0
+WARNED = False
+MEMO = {}
+
+
 def shifted(x):
     from some_library import OFFSET as offset
 
@@ -64,6 +83,7 @@ def shifted(x):
     if WORD != "same":
         x = x + 1
     KINDS[type(x)] = len(KINDS)
+    count(x)
     return x
 
 
@@ -175,3 +195,24 @@ def test_what_is_set_for_a_context_counts(library: Any, tmp_path: Path) -> None:
         torch.testing.assert_close(compiled(x), _model(library)(x))
     with gascompile.compile(_model(library), None, cache_dir=tmp_path) as compiled:
         contextvars.copy_context().run(check, 3.0)
+
+
+def test_what_a_library_counts_and_remembers_is_no_reason_to_plan_again(
+    library: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, x = _model(library), torch.ones(2, 4)
+    caplog.set_level("INFO", logger="gascompile")
+    before = library.COUNT, library.WARNED, dict(library.MEMO), library.Counted.number
+    with gascompile.compile(_model(library), None, cache_dir=tmp_path) as compiled:
+        for _ in range(3):
+            torch.testing.assert_close(compiled(x), model(x))
+    assert caplog.text.count("captured and planned") == 1
+    # As another process finds it.
+    library.COUNT, library.WARNED, library.MEMO, library.Counted.number = before
+    library.Counted.words.clear()
+    caplog.clear()
+    with gascompile.compile(_model(library), None, cache_dir=tmp_path) as compiled:
+        for _ in range(3):
+            torch.testing.assert_close(compiled(x), model(x))
+    assert "from the cache" in caplog.text
+    assert "captured" not in caplog.text

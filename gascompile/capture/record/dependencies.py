@@ -7,15 +7,15 @@ found under the names that it uses. Comparing runs no code of the program and im
 
 from __future__ import annotations
 
-import contextvars
 import hashlib
 import os
 import secrets
 import sys
 import types
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,13 +34,15 @@ from gascompile.capture.fingerprint.replaced import is_library_code
 from gascompile.capture.fingerprint.value_digest import ValueDigest
 from gascompile.capture.record.asked_settings import SETTINGS
 from gascompile.capture.record.function_tables import table_of
-from gascompile.capture.record.library_values import is_plain_value, plain_places
+from gascompile.capture.record.library_values import followed, is_plain_value, plain_places
 from gascompile.capture.record.recorder import Running, variable
-from gascompile.capture.record.watched import Reads
+from gascompile.capture.record.watched import Current, Reads
 from gascompile.capture.record.watches import Code
 
 _PLAIN = (int, float, complex, str, bytes)
 _NONE = ""
+_ARITHMETIC = {"sympy", "mpmath"}
+"""By which torch reckons with sizes: they import as they go, and no model reads of them."""
 _VERSIONED = {Origin.INSTALLED, Origin.TORCH}
 
 
@@ -61,6 +63,8 @@ class Dependencies:
     libraries: Mapping[str, str]
     """Modules of libraries -> what their code found under the names that it uses."""
     library_names: Mapping[str, tuple[str, ...]]
+    moved: tuple[str, ...] = ()
+    """Plain values in libraries, ``module:name``, that the capture itself changed."""
     loaded: tuple[str, ...] = ()
     """Those of ``libraries`` that the capture imported first: where one is not imported yet, it comes as it came."""
     reads: tuple[str, ...] | None
@@ -96,7 +100,8 @@ class Dependencies:
         for name, was in self.libraries.items():
             if name in self.loaded and name not in sys.modules:
                 continue
-            if _library_digest(name, self.library_names.get(name, ()), self.reading()) != was:
+            names = self.library_names.get(name, ())
+            if _library_digest(name, names, self.reading(), self.moved) != was:
                 return f"something in {name} was replaced"
         return None
 
@@ -134,13 +139,19 @@ def dependencies(
         f"the module {name} holds what cannot be compared" for name in modules if not modules[name]
     ]
     used = _library_names(running)
+    moved = sorted(
+        {name for place, name in _places(used, reads) if not running.first_seen.is_steady(*place)}
+    )
     known = Dependencies(
         environment={k: _text_digest(v) for k, v in sorted(running.environment.items())},
         files={path: _file_digest(path) for path in sorted(running.files)},
         imported=imported,
         modules=modules,
         functions=functions,
-        libraries={name: _library_digest(name, names, reads) for name, names in used.items()},
+        libraries={
+            name: _library_digest(name, names, reads, moved) for name, names in used.items()
+        },
+        moved=tuple(moved),
         library_names=used,
         loaded=tuple(sorted(running.imported & used.keys())),
         reads=None if reads.names is None else tuple(sorted(reads.names)),
@@ -226,7 +237,12 @@ def _library_names(running: Running) -> dict[str, tuple[str, ...]]:
                     used.setdefault(holder, set()).update([".".join(rest)] if rest else ())
             for taken in names.imports:
                 source = absolute_name(taken, space)
-                if taken.names and origin_of_module(sys.modules.get(source)) in _VERSIONED:
+                is_arithmetic = source.partition(".")[0] in _ARITHMETIC
+                if (
+                    taken.names
+                    and not is_arithmetic
+                    and origin_of_module(sys.modules.get(source)) in _VERSIONED
+                ):
                     used.setdefault(source, set()).update(taken.names)
     return {name: tuple(sorted(names)) for name, names in sorted(used.items())}
 
@@ -250,26 +266,45 @@ def _holder(
     return place
 
 
-def _library_digest(name: str, names: Iterable[str], reads: Reads) -> str:
+def _library_digest(name: str, names: Iterable[str], reads: Reads, moved: Collection[str]) -> str:
     module = sys.modules.get(name)
     if module is None:
         return _NONE
     parts: list[object] = [name]
     space = vars(module)
-    parts += [(key, _identity(_followed(space, key))) for key in names]
     if origin_of_module(module) is Origin.INSTALLED:
         parts.append(module_digest(name))
-        parts += [_plain_values(_followed(space, key), key, reads) for key in names]
+        parts += [
+            (place, repr(owner.value if isinstance(owner, Current) else owner[key]))
+            for (owner, key), place in sorted(_places({name: names}, reads), key=itemgetter(1))
+            if place not in moved
+        ]
+    parts += [
+        (key, _identity(_followed(space, key))) for key in names if f"{name}:{key}" not in moved
+    ]
     return _digest(repr(parts))
 
 
-def _plain_values(value: object, name: str, reads: Reads) -> object:
-    """Return the numbers, words and flags that are, or are in, what a library's code finds under a name."""
-    if isinstance(value, contextvars.ContextVar):
-        value = value.get(None)
-    if is_plain_value(value):
-        return repr(value)
-    return sorted((n, repr(held[key])) for held, key, n in plain_places(value, name, reads.has))
+def _places(
+    used: Mapping[str, Iterable[str]], reads: Reads
+) -> Iterator[tuple[tuple[Any, Any], str]]:
+    """Yield the numbers, words and flags that are, or are in, what libraries' code finds under its names."""
+    for name, names in used.items():
+        module = sys.modules.get(name)
+        if module is None or origin_of_module(module) is not Origin.INSTALLED:
+            continue
+        for chain in names:
+            owner, key, value = followed(vars(module), chain.split("."))
+            if is_plain_value(value) and key in owner:
+                yield (owner, key), f"{name}:{chain}"
+            for held, inner, place in plain_places(value, f"{name}:{chain}", reads.has):
+                yield (held, inner), place
+
+
+def moved_places(known: Dependencies) -> set[tuple[int, object]]:
+    """Return where the values are that the capture itself changed, by identity."""
+    places = _places(known.library_names, known.reading())
+    return {(id(owner), key) for (owner, key), name in places if name in known.moved}
 
 
 def _followed(space: Mapping[str, Any], chain: str) -> object:

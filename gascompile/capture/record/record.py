@@ -235,6 +235,7 @@ class Recorder:
             reads,
             versions=self._versions,
             libraries=libraries,
+            steady=self._running.first_seen.is_steady,
         )
         watches.variables(self._running.environment)
         watches.settings(self._running.settings)

@@ -40,6 +40,7 @@ from gascompile.capture.record.asked_settings import (
 )
 from gascompile.capture.record.call_digest import CallDigest
 from gascompile.capture.record.draws import all_random_states
+from gascompile.capture.record.library_values import FirstSeen
 from gascompile.capture.record.quiet import Quiet, origin_of_type
 
 _CLOCKS = {
@@ -89,6 +90,7 @@ class Running:
     def __init__(self) -> None:
         self.code: dict[tuple[int, int], tuple[types.CodeType, dict[str, Any]]] = {}
         """By identity; the objects are kept so that no other takes their place."""
+        self.first_seen = FirstSeen()
         self.environment: dict[str, str | None] = {}
         self.files: set[str] = set()
         self.written: set[str] = set()
@@ -202,6 +204,7 @@ class Running:
         key = (id(code), id(space))
         if key not in self.code:
             self.code[key] = (code, space)
+            self.first_seen.note(code, space)
 
     def _asks(self, frame: types.FrameType, what: str, name: str) -> None:
         caller = caller_of(frame)

@@ -80,17 +80,17 @@ class Current:
     """What a context variable is set to, as an attribute."""
 
     def __init__(self, variable: contextvars.ContextVar[Any]) -> None:
-        self._variable = variable
+        self.variable = variable
 
     @property
     def value(self) -> Any:
         """Return it, or ``GONE``."""
-        return self._variable.get(GONE)
+        return self.variable.get(GONE)
 
     @value.setter
     def value(self, value: object) -> None:
         if value is not GONE:
-            self._variable.set(value)
+            self.variable.set(value)
 
 
 class Variable:
@@ -109,13 +109,13 @@ class StoredItems:
     """What a dictionary holds, where asking it for an item makes a new one each time."""
 
     def __init__(self, of: dict[Any, Any]) -> None:
-        self._of = of
+        self.of = of
 
     def __getitem__(self, key: Any) -> Any:
-        return dict.__getitem__(self._of, key)
+        return dict.__getitem__(self.of, key)
 
     def __len__(self) -> int:
-        return len(self._of)
+        return len(self.of)
 
 
 def stored_items(of: dict[Any, Any]) -> Any:
@@ -189,8 +189,10 @@ class Watches:
         lengths.append(len(owner))
         names.append(name)
         if isinstance(owner, (dict, types.MappingProxyType)) and 1 < len(owner) <= _MANY_KEYS:
-            for column, part in zip(self._orders, (owner, list(owner), name), strict=True):
-                column.append(part)
+            ordered, keys, ordered_names = self._orders
+            ordered.append(owner)
+            keys.append(list(owner))
+            ordered_names.append(name)
 
     def kind(self, owner: Any, name: str) -> None:
         """Watch which class an object has."""
@@ -321,7 +323,7 @@ class Watches:
     def places(self) -> list[tuple[Any, Any, Any, str]]:
         """Return owners, keys, values and names, as they were."""
         items = zip(*self._items, strict=True)
-        plain = [(o._of if isinstance(o, StoredItems) else o, k, v, n) for o, k, v, n in items]
+        plain = [(o.of if isinstance(o, StoredItems) else o, k, v, n) for o, k, v, n in items]
         return plain + list(zip(*self._attributes, strict=True))
 
     def sized(self) -> list[tuple[Any, int, str]]:

@@ -31,7 +31,7 @@ from gascompile.capture.fingerprint.code_origin import (
     wrapped_by,
 )
 from gascompile.capture.record.function_tables import table_of
-from gascompile.capture.record.library_values import is_plain_value, plain_places
+from gascompile.capture.record.library_values import Steady, is_plain_value, plain_places
 from gascompile.capture.record.likeness import GONE, SCALARS
 from gascompile.capture.record.op_names import look_up_op, look_up_overloads
 from gascompile.capture.record.opaque import is_source
@@ -71,6 +71,7 @@ def watch(
     *,
     versions: bool,
     libraries: Iterable[Code] = (),
+    steady: Steady = lambda owner, key: True,
 ) -> Watches:
     """Return the values that ``reads`` names, as they are now.
 
@@ -82,8 +83,9 @@ def watch(
         versions: as ``Watches`` takes it.
         libraries: what ran of libraries, of which functions, classes and plain values count that stand behind its
             names.
+        steady: of plain values in libraries, which count.
     """
-    walk = _Walk(Watches(versions=versions, reads=reads), reads, model)
+    walk = _Walk(Watches(versions=versions, reads=reads), reads, model, steady)
     for path, module in model.named_modules():
         walk.module(module, path or type(model).__name__)
     for function in functions:
@@ -104,8 +106,8 @@ def watch(
 class _Walk:
     """Goes from value to value, each once."""
 
-    def __init__(self, watches: Watches, reads: Reads, model: nn.Module) -> None:
-        self.watches = watches
+    def __init__(self, watches: Watches, reads: Reads, model: nn.Module, steady: Steady) -> None:
+        self.watches, self._steady = watches, steady
         self._reads = reads
         self._seen: dict[int, Any] = {}
         self._registered = {id(module) for module in model.modules()}
@@ -322,7 +324,8 @@ class _Walk:
     def _global(self, owner: dict[str, Any], key: str, label: str) -> object:
         """Watch and return what a library's code finds under a name."""
         value = owner.get(key)
-        if key in owner and (callable(value) or is_plain_value(value)):
+        is_plain = key in owner and is_plain_value(value) and self._steady(owner, key)
+        if is_plain or callable(value):
             self._only(owner, key, f"{label}.{key}")
         elif isinstance(value, Mapping):
             table, entries = table_of(value)
@@ -336,12 +339,11 @@ class _Walk:
         if self._reads.ran is None or isinstance(value, _INERT) or id(value) in self._plain:
             return
         self._plain[id(value)] = value
-        if isinstance(value, contextvars.ContextVar):
-            if is_plain_value(value.get(None)):
-                self.watches.attribute(Current(value), "value", f"{name}['value']")
-            return
         for owner, key, place in plain_places(value, name, self._reads.has):
-            self._only(owner, key, place)
+            if isinstance(owner, Current):
+                self.watches.attribute(owner, key, place)
+            elif self._steady(owner, key):
+                self._only(owner, key, place)
 
     def methods(self, kinds: set[type]) -> None:
         """Watch the methods of the modules' classes that ran."""
