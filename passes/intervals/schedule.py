@@ -78,6 +78,8 @@ class Scheduler:
         self.arrival: dict[int, float] = {}
         self.lag_end: dict[int, int] = {}
         self.flights: list[tuple[float, int]] = []
+        self.num_ready = 0
+        """Copies out that wait for their link; here none does."""
         self.queues: list[list[tuple[int, int]]] = [[] for _ in plan.task.routes]
         self.released: dict[int, int] = {}
         self.loaded: dict[int, int] = {}
@@ -167,21 +169,24 @@ class Scheduler:
 
     def _boundary(self, run: int) -> bool:
         """Make all moves before ``run``; return whether it fits."""
-        self._land(run)
+        if self.flights and self.flights[0][0] <= self.now:
+            self._land(run)
         if self.order.loads_first:
             self._load_first(run)
         for number in self.store_at[run]:
             self._store(number, run)
-        self._issue(run)
+        if self.num_ready:
+            self._issue(run)
         for number in self.begin_at[run]:
             self._begin(number, run)
-        self._hold(run)
+        if self.flights or self.num_ready:
+            self._hold(run)
         self._load(run)
         if self.order.loads_first:
             self._load_ahead(run)
-        if self.memory[run] > self.limit:
+        if self.memory.item(run) > self.limit:
             self._load_beside(run)
-            while self.memory[run] > self.limit:
+            while self.memory.item(run) > self.limit:
                 if self.flights:
                     self.now = max(self.now, self.flights[0][0])
                     self._land(run)
@@ -194,7 +199,8 @@ class Scheduler:
                 self._land_before(number, run)
                 self._arrive(number, run)
             self._land(run)
-            self._issue(run)
+            if self.num_ready:
+                self._issue(run)
             self._load(run)
         return True
 
@@ -271,12 +277,12 @@ class Scheduler:
         size = self.task.sizes[self.plan.intervals[number].tensor]
         # Mostly asked in vain: the run that had no room the last time answers before all runs are looked at.
         crowded = self.crowded.get(number, -1)
-        if crowded >= boundary and self.memory[crowded] + size > self.limit:
+        if crowded >= boundary and self.memory.item(crowded) + size > self.limit:
             return False
         ahead = self.memory[boundary : min(due, self.count)]
         if len(ahead):
             crowded = boundary + int(ahead.argmax())
-            if self.memory[crowded] + size > self.limit:
+            if self.memory.item(crowded) + size > self.limit:
                 self.crowded[number] = crowded
                 return False
         elif int(self.memory[boundary]) > self.limit:

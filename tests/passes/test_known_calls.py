@@ -26,7 +26,10 @@ class Layer(nn.Module):
         both = torch.stack([scores[..., : self.size], v], dim=1)
         both[:, 0].add_(x)
         total = torch.cat([both.transpose(1, 2).reshape(len(x), -1), v.expand_as(v)], dim=1)
-        return self.drop(x + total[:, ::3] * 1 + total[:, : self.size].view_as(x) * 1.0)
+        out: torch.Tensor = self.drop(
+            x + total[:, ::3] * 1 + total[:, : self.size].view_as(x) * 1.0
+        )
+        return out
 
 
 def program_of() -> Program:
