@@ -70,7 +70,7 @@ class _Known(Generic[Recorded]):
 
 
 @dataclass(slots=True)
-class Call:
+class KnownCall:
     """An op with what it is given, as far as its results depend on that."""
 
     key: object
@@ -86,14 +86,14 @@ class KnownCalls(Generic[Recorded]):
 
     def call_of(
         self, node: torch.fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Call | None:
+    ) -> KnownCall | None:
         """Return what tells the call of ``node`` from others; ``None`` where that is more than layouts."""
         target = node.target
         if not isinstance(target, torch._ops.OpOverload) or target.namespace not in _OWN:
             return None
         if target._schema.is_mutable or written_arguments(node):
             return None
-        call = Call(None)
+        call = KnownCall(None)
         storages: dict[int, int] = {}
         try:
             given = _described((args, tuple(sorted(kwargs.items()))), call.operands, storages)
@@ -102,7 +102,7 @@ class KnownCalls(Generic[Recorded]):
         call.key = target, given
         return call
 
-    def again(self, call: Call) -> tuple[Any, Recorded] | None:
+    def again(self, call: KnownCall) -> tuple[Any, Recorded] | None:
         """Return the value of a call of a known kind, and what was recorded of the first."""
         known = self._known.get(call.key)
         if known is None:
@@ -110,7 +110,7 @@ class KnownCalls(Generic[Recorded]):
         values = [layout and self._made(layout, call.operands) for layout in known.results]
         return pytree.tree_unflatten(values, known.spec), known.recorded
 
-    def note(self, call: Call, value: Any, recorded: Recorded) -> None:
+    def note(self, call: KnownCall, value: Any, recorded: Recorded) -> None:
         """Remember the value of a call, unless it is made of more than whole storages and views of operands."""
         operands = {t.untyped_storage()._cdata: i for i, t in enumerate(call.operands)}
         results, spec = pytree.tree_flatten(value)

@@ -91,6 +91,7 @@ class _Reserving(Scheduler):
         self.lead_s = lead_s
         self.ready: list[list[int]] = [[] for _ in plan.task.routes]
         """Per route the copies out that wait for their link."""
+        self.num_ready = 0
         self.issued: set[int] = set()
         self.begun: set[int] = set()
         self.copied = {

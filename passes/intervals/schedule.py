@@ -78,8 +78,6 @@ class Scheduler:
         self.arrival: dict[int, float] = {}
         self.lag_end: dict[int, int] = {}
         self.flights: list[tuple[float, int]] = []
-        self.num_ready = 0
-        """Copies out that wait for their link; here none does."""
         self.queues: list[list[tuple[int, int]]] = [[] for _ in plan.task.routes]
         self.released: dict[int, int] = {}
         self.loaded: dict[int, int] = {}
@@ -169,18 +167,15 @@ class Scheduler:
 
     def _boundary(self, run: int) -> bool:
         """Make all moves before ``run``; return whether it fits."""
-        if self.flights and self.flights[0][0] <= self.now:
-            self._land(run)
+        self._land(run)
         if self.order.loads_first:
             self._load_first(run)
         for number in self.store_at[run]:
             self._store(number, run)
-        if self.num_ready:
-            self._issue(run)
+        self._issue(run)
         for number in self.begin_at[run]:
             self._begin(number, run)
-        if self.flights or self.num_ready:
-            self._hold(run)
+        self._hold(run)
         self._load(run)
         if self.order.loads_first:
             self._load_ahead(run)
@@ -199,8 +194,7 @@ class Scheduler:
                 self._land_before(number, run)
                 self._arrive(number, run)
             self._land(run)
-            if self.num_ready:
-                self._issue(run)
+            self._issue(run)
             self._load(run)
         return True
 
