@@ -178,6 +178,7 @@ class StepPlanner(StagePlanner):
     def _traced(self, options: StepOptions) -> LossFunction:
         return call_of if options.calls else self._job.loss_fn
 
+    @no_collection()
     def _planned(
         self, name: str, batch: Any, options: StepOptions, storages: Storages, place: CachedPlan
     ) -> PlannedStep:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from gascompile.codegen.allocator_library import allocation_counter
+from gascompile.core.collection import no_collection
 from gascompile.core.huge_pages import map_anonymous
 from gascompile.core.sizes import SPILL_BUFFER_BYTES
 from gascompile.core.waiting import Turn
@@ -93,18 +94,19 @@ class UnitMaker(StepPlanner):
         is_kept = made.record is None and self._saved is None
         program, plan = made.program, made.plan
         states = self._own(made.rules, program, made.tensors, accumulates=options.accumulates)
-        graph_module = insert(on_device(program, self._moves), plan)
-        made, basis, fusion = with_kernels(place, made, graph_module, self._config)
-        executor = Executor(
-            self._session_over(states),
-            graph_module,
-            plan,
-            fused=fusion.segments if fusion is not None else (),
-            graphs=self._config.graphs == "auto",
-            counter=allocation_counter(self._config.cache_dir) if self._in_ram else None,
-            on_exceed=self._config.on_exceed,
-            on_host=[spec.name for spec in program.program.inputs[-program.num_groups :]],
-        )
+        with no_collection():
+            graph_module = insert(on_device(program, self._moves), plan)
+            made, basis, fusion = with_kernels(place, made, graph_module, self._config)
+            executor = Executor(
+                self._session_over(states),
+                graph_module,
+                plan,
+                fused=fusion.segments if fusion is not None else (),
+                graphs=self._config.graphs == "auto",
+                counter=allocation_counter(self._config.cache_dir) if self._in_ram else None,
+                on_exceed=self._config.on_exceed,
+                on_host=[spec.name for spec in program.program.inputs[-program.num_groups :]],
+            )
         return StepUnit(
             program=program,
             plan=plan,

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pulp
 
 from gascompile.core.errors import SolverError
 
@@ -236,6 +235,8 @@ def solver_name() -> str:
 
 def _cbc_path() -> str | None:
     """Return the installed CBC, or the one that PuLP 3 brings along."""
+    import pulp  # Not at the top: HiGHS mostly does without, and it takes 30 ms.
+
     bundled = getattr(pulp.PULP_CBC_CMD, "pulp_cbc_path", None)
     for path in (None, bundled):
         executable = pulp.COIN_CMD(msg=False, path=path).available()
@@ -246,6 +247,8 @@ def _cbc_path() -> str | None:
 
 def _by_cbc(program: LinearProgram, time_limit_s: float, gap: float, *, relaxed: bool) -> Outcome:
     """Return the best point that CBC finds; it tells of bounds only where it has finished."""
+    import pulp  # Not at the top: HiGHS mostly does without, and it takes 30 ms.
+
     continuous = relaxed or not any(program.integers)
     model, columns, rows = _in_pulp(program, relaxed=relaxed)
     model.solve(
@@ -284,6 +287,8 @@ def _by_cbc(program: LinearProgram, time_limit_s: float, gap: float, *, relaxed:
 def _in_pulp(
     program: LinearProgram, *, relaxed: bool
 ) -> tuple[Untyped, list[Untyped], list[tuple[int, Untyped]]]:
+    import pulp  # Not at the top: HiGHS mostly does without, and it takes 30 ms.
+
     model = pulp.LpProblem(program.name, pulp.LpMinimize)
     columns = [
         model.add_variable(
@@ -314,6 +319,8 @@ def _in_pulp(
 
 
 def _ending_of_cbc(model: Untyped, name: str) -> Ending:
+    import pulp  # Not at the top: HiGHS mostly does without, and it takes 30 ms.
+
     match (model.status, model.sol_status):
         case (pulp.LpStatusOptimal, pulp.LpSolutionOptimal):
             return Ending.OPTIMAL

@@ -29,6 +29,7 @@ from gascompile.formats.packings import packing_of
 from gascompile.passes.graph.facts import SCALAR_BYTES, Decoded, Facts, LeafOp, OpFacts
 from gascompile.passes.graph.fake_inputs import fake_inputs
 from gascompile.passes.graph.fake_limits import limit_work
+from gascompile.passes.graph.known_calls import KnownCalls, leaves_of
 from gascompile.passes.graph.mutated_tensors import written_arguments
 
 _Shapes = dict[str, tuple[int, ...]]
@@ -63,6 +64,7 @@ def _propagate(program: Program, shapes: _Shapes, copies: set[str]) -> Facts:
 
 def _recorded(program: Program, shapes: _Shapes, copies: set[str]) -> Facts:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    known = KnownCalls[_Recorder](mode)
     env: dict[torch.fx.Node, Any] = {}
     owners = _Owners()
     for node, tensor, name in fake_inputs(program, shapes, mode):
@@ -70,7 +72,7 @@ def _recorded(program: Program, shapes: _Shapes, copies: set[str]) -> Facts:
         if tensor is not None and not owners.known(tensor):
             owners.add(tensor, name)
     ops = tuple(
-        _run_node(node, mode, env, owners, copies=node.name in copies)
+        _run_node(node, mode, env, owners, None if node.name in copies else known)
         for node in program.op_nodes()
     )
     (output,) = (n for n in program.graph_module.graph.nodes if n.op == "output")
@@ -148,23 +150,21 @@ def _run_node(
     mode: FakeTensorMode,
     env: dict[torch.fx.Node, Any],
     owners: _Owners,
-    *,
-    copies: bool,
+    known: KnownCalls[_Recorder] | None,
 ) -> OpFacts:
+    """Run a node; without known calls its result has a storage of its own."""
     safe_point()
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
     facts = OpFacts(name=node.name)
-    given = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+    given = [v for v in leaves_of((args, kwargs)) if isinstance(v, torch.Tensor)]
     facts.reads = list(dict.fromkeys(map(owners.name, given)))
     assert callable(node.target)
-    recorder = _Recorder()
     try:
-        with torch.no_grad(), mode, recorder:
-            env[node] = node.target(*args, **kwargs)
-        if copies and isinstance(env[node], torch.Tensor) and owners.known(env[node]):
+        env[node], recorder = _called(node, mode, args, kwargs, known)
+        if known is None and isinstance(env[node], torch.Tensor) and owners.known(env[node]):
             with mode:
                 env[node] = env[node].clone()
-        results = pytree.tree_leaves(env[node])
+        results = leaves_of(env[node])
         fresh = [isinstance(v, torch.Tensor) and not owners.known(v) for v in results]
         tensors = [v for v in (*given, *results) if isinstance(v, torch.Tensor)]
         facts.has_one_dtype = len({v.dtype for v in tensors}) <= 1
@@ -192,7 +192,7 @@ def _run_node(
     mutated = _mutated(node, env, owners)
     facts.writes += mutated
     facts.patches = _patches(node, args, mutated, owners)
-    facts.leaves = recorder.leaves
+    facts.leaves = [*recorder.leaves]
     own_bytes = sum(owners.size_bytes[name] for name in facts.writes if _is_own(name, node.name))
     facts.workspace_bytes = max(recorder.peak_bytes - own_bytes, 0) + recorder.kernel_bytes
     if recorder.leaves:
@@ -201,6 +201,28 @@ def _run_node(
     if not recorder.is_proven:
         facts.unproven = OpCall(node.target, args, dict(kwargs), own_bytes)
     return facts
+
+
+def _called(
+    node: torch.fx.Node,
+    mode: FakeTensorMode,
+    args: Any,
+    kwargs: Any,
+    known: KnownCalls[_Recorder] | None,
+) -> tuple[Any, _Recorder]:
+    """Return what a node returns, and what was recorded of it or of one like it."""
+    call = known.call_of(node, args, kwargs) if known is not None else None
+    if known is not None and call is not None and (before := known.again(call)) is not None:
+        return before
+    recorder = _Recorder()
+    assert callable(node.target)
+    if node.target is operator.getitem and isinstance(args[0], (tuple, list)):
+        return args[0][args[1]], recorder
+    with torch.no_grad(), mode, recorder:
+        value = node.target(*args, **kwargs)
+    if known is not None and call is not None:
+        known.note(call, value, recorder)
+    return value, recorder
 
 
 def _understated_bytes(node: torch.fx.Node, element: int, args: Any) -> int:
@@ -254,8 +276,8 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         limit_work(func, args, len(self.leaves))
         result = func(*args, **(kwargs or {}))
-        inputs = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
-        outputs = [v for v in pytree.tree_leaves(result) if isinstance(v, torch.Tensor)]
+        inputs = [v for v in leaves_of((args, kwargs)) if isinstance(v, torch.Tensor)]
+        outputs = [v for v in leaves_of(result) if isinstance(v, torch.Tensor)]
         before = {value.untyped_storage()._cdata for value in inputs}
         given = {id(value) for value in inputs}
         fresh = [value for value in outputs if value.untyped_storage()._cdata not in before]

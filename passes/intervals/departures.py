@@ -37,10 +37,11 @@ def departures(
         if interval.wraps and route is not None
     }
     first_age: dict[tuple[int, int], int] = {}
-    store_at, begin_at, due_at = ([list[int]() for _ in plan.runs] for _ in range(3))
+    store_at: list[list[int]] = [[] for _ in plan.runs]
+    begin_at: list[list[int]] = [[] for _ in plan.runs]
+    due_at: list[list[int]] = [[] for _ in plan.runs]
     for number, route in enumerate(chosen.route):
-        interval = plan.intervals[number]
-        if route is None or interval.unused:
+        if route is None or (interval := plan.intervals[number]).unused:
             continue
         first = first_age.setdefault(interval.version, interval.age)
         first_age[interval.version] = min(first, interval.age)
@@ -61,7 +62,7 @@ def departures(
                 boundary = _boundary(interval, starts, most_s, rests=rests)
         store_at[boundary].append(number)
     around = plan.num_runs
-    for numbers in store_at:
+    for numbers in filter(len, store_at):
         numbers.sort(key=lambda j: (plan.intervals[j].end + around * plan.intervals[j].wraps, j))
     return Departures(store_at, begin_at, due_at, frozenset(ahead))
 

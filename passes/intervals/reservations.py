@@ -91,6 +91,7 @@ class _Reserving(Scheduler):
         self.lead_s = lead_s
         self.ready: list[list[int]] = [[] for _ in plan.task.routes]
         """Per route the copies out that wait for their link."""
+        self.num_ready = 0
         self.issued: set[int] = set()
         self.begun: set[int] = set()
         self.copied = {
@@ -107,6 +108,7 @@ class _Reserving(Scheduler):
         route = self.chosen.route[number]
         assert route is not None, "only what leaves is written out"
         self.ready[route].append(number)
+        self.num_ready += 1
 
     def _land_before(self, number: int, boundary: int) -> None:
         """Nothing: ``_arrive`` lets stay what has not left by then."""
@@ -115,7 +117,7 @@ class _Reserving(Scheduler):
         """Count what has not left yet into the memory of ``run``."""
         lag_end = self.lag_end
         waiting = [number for _, number in self.flights if lag_end[number] <= run]
-        if any(self.ready):
+        if self.num_ready:
             waiting += [
                 j
                 for queue in self.ready
@@ -128,7 +130,7 @@ class _Reserving(Scheduler):
 
     def _issue(self, boundary: int) -> None:
         """Issue the copies out whose link is free before the next boundary."""
-        if not any(self.ready):
+        if not self.num_ready:
             return
         until_s = self._next_s(boundary)
         while (free := self._first_free()) is not None and free[0] <= until_s:
@@ -157,6 +159,7 @@ class _Reserving(Scheduler):
 
     def _issue_first(self, route: int, boundary: int) -> None:
         number = self.ready[route].pop(0)
+        self.num_ready -= 1
         super()._store(number, boundary)
         self.issued.add(number)
         if number in self.begun and number not in self.ahead:
@@ -180,6 +183,7 @@ class _Reserving(Scheduler):
             route = self.chosen.route[number]
             assert route is not None, "only what leaves is written out"
             self.ready[route].remove(number)
+            self.num_ready -= 1
             if interval.version not in self.copied:
                 self.idle.add(number)
                 return
@@ -190,12 +194,13 @@ class _Reserving(Scheduler):
     def _load(self, boundary: int) -> None:
         """Start the copies back whose time has come and whose link is free before the next boundary."""
         while True:
-            heads = [
-                (self._reserved_s(queue[0][0], abs(queue[0][1])), route)
-                for route, queue in enumerate(self.queues)
-                if queue
-            ]
-            heads.sort()
+            heads: list[tuple[float, int]] = []
+            for route, queue in enumerate(self.queues):
+                if queue:
+                    due, number = queue[0]
+                    heads.append((self._reserved_s(due, abs(number)), route))
+            if len(heads) > 1:
+                heads.sort()
             for latest_s, route in heads:
                 if self._try(route, latest_s, boundary):
                     break
@@ -204,8 +209,9 @@ class _Reserving(Scheduler):
 
     def _reserved_s(self, due: int, number: int) -> float:
         """Return the latest start of a copy back; one that crosses the end serves the next iteration."""
+        reserved_s = self.reserved[number]
         crosses = due >= self.count and self.plan.intervals[number].wraps
-        return self.reserved[number] + (self.starts[-1] if crosses else 0.0)
+        return reserved_s + self.starts[-1] if crosses else reserved_s
 
     def _try(self, route: int, latest_s: float, boundary: int) -> bool:
         """Start the first copy back of a route if it is time and it fits; return whether it started."""

@@ -179,9 +179,9 @@ class Scheduler:
         self._load(run)
         if self.order.loads_first:
             self._load_ahead(run)
-        if self.memory[run] > self.limit:
+        if self.memory.item(run) > self.limit:
             self._load_beside(run)
-            while self.memory[run] > self.limit:
+            while self.memory.item(run) > self.limit:
                 if self.flights:
                     self.now = max(self.now, self.flights[0][0])
                     self._land(run)
@@ -271,12 +271,12 @@ class Scheduler:
         size = self.task.sizes[self.plan.intervals[number].tensor]
         # Mostly asked in vain: the run that had no room the last time answers before all runs are looked at.
         crowded = self.crowded.get(number, -1)
-        if crowded >= boundary and self.memory[crowded] + size > self.limit:
+        if crowded >= boundary and self.memory.item(crowded) + size > self.limit:
             return False
         ahead = self.memory[boundary : min(due, self.count)]
         if len(ahead):
             crowded = boundary + int(ahead.argmax())
-            if self.memory[crowded] + size > self.limit:
+            if self.memory.item(crowded) + size > self.limit:
                 self.crowded[number] = crowded
                 return False
         elif int(self.memory[boundary]) > self.limit:

@@ -23,7 +23,7 @@ from gascompile.runtime.memory.pages import Pages
 
 _NUM_RUNS = 4
 """Of a kind; the first takes memory that the others find taken."""
-_ENOUGH_S = 0.1
+_ENOUGH_S = 0.05
 """In a kind: one that took so long is not run again. [Empirical] Two of GPT-2's kinds of 30 ms agree as four do."""
 _LONG_S = 0.2
 """[Empirical] From here on what a first run takes beside the op, new pages and the kernel's choice, is lost in it."""
