@@ -71,6 +71,8 @@ def _by_hqq(options: argparse.Namespace) -> Any:
     base = _dense(options)
     HQQLinear.set_backend(HQQBackend.PYTORCH)
     config = BaseQuantizeConfig(nbits=4, group_size=64)
+    # Its search for better scales takes a processor over five minutes here, and steps take as long without it.
+    config["weight_quant_params"]["optimize"] = False
     for name, module in [*base.model.named_modules()]:
         if isinstance(module, nn.Linear):
             parent, _, key = name.rpartition(".")
