@@ -32,6 +32,10 @@ SPACE = types.SimpleNamespace(by=1.0)
 CHOSEN = contextvars.ContextVar("chosen", default=1.0)
 TABLE = {"by": 1.0, "less": 2.0}
 KINDS = {}
+LIST = [1.0]
+SET = {"scaled"}
+EMPTY = {}
+SEEN = []
 
 
 class Registry:
@@ -65,6 +69,7 @@ def count(x):
     Counted.number += 1
     Counted.words["rows"] = len(x)
     MEMO[len(x)] = COUNT
+    SEEN.append(COUNT)
 
 
 COUNT = 0
@@ -77,6 +82,7 @@ def shifted(x):
 
     x = x + offset
     x = x * SCALE * TABLE["by"] * PAIR[1] * Registry.chosen() + settings.offset
+    x = x * LIST[-1] * EMPTY.get("by", 1.0) * (2.0 if "scaled" in SET else 1.0)
     x = x * NESTED["inner"]["by"] * SPACE.by * CHOSEN.get()
     if FLAG:
         x = -x
@@ -104,6 +110,7 @@ _OTHERS: dict[str, Callable[[Any], tuple[Any, str, Any]]] = {
     "word": lambda library: (library, "WORD", "other"),
     "tuple": lambda library: (library, "PAIR", (1, 5.0)),
     "entry": lambda library: (library.TABLE, "by", 4.0),
+    "new entry": lambda library: (library.EMPTY, "by", 2.5),
     "nested entry": lambda library: (library.NESTED["inner"], "by", 3.0),
     "namespace": lambda library: (library.SPACE, "by", 3.0),
     "table of a class": lambda library: (library.Registry._known, "one", 3.0),
@@ -210,9 +217,29 @@ def test_what_a_library_counts_and_remembers_is_no_reason_to_plan_again(
     # As another process finds it.
     library.COUNT, library.WARNED, library.MEMO, library.Counted.number = before
     library.Counted.words.clear()
+    library.SEEN.clear()
     caplog.clear()
     with gascompile.compile(_model(library), None, cache_dir=tmp_path) as compiled:
         for _ in range(3):
             torch.testing.assert_close(compiled(x), model(x))
     assert "from the cache" in caplog.text
     assert "captured" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["set", "list"])
+def test_what_is_in_a_set_or_a_list_counts(library: Any, tmp_path: Path, kind: str) -> None:
+    def change() -> None:
+        if kind == "set":
+            library.SET.symmetric_difference_update({"scaled"})
+        else:
+            library.LIST.append(library.LIST[-1] + 1.0)
+
+    model, x = _model(library), torch.ones(2, 4)
+    for _ in range(2):
+        with gascompile.compile(_model(library), None, cache_dir=tmp_path) as compiled:
+            torch.testing.assert_close(compiled(x), model(x))
+            change()
+            torch.testing.assert_close(compiled(x), model(x))
+            change()
+            torch.testing.assert_close(compiled(x), model(x))
+        change()

@@ -34,9 +34,15 @@ from gascompile.capture.fingerprint.replaced import is_library_code
 from gascompile.capture.fingerprint.value_digest import ValueDigest
 from gascompile.capture.record.asked_settings import SETTINGS
 from gascompile.capture.record.function_tables import table_of
-from gascompile.capture.record.library_values import followed, is_plain_value, plain_places
+from gascompile.capture.record.library_values import (
+    asked,
+    followed,
+    is_plain_value,
+    place_key,
+    plain_places,
+)
 from gascompile.capture.record.recorder import Running, variable
-from gascompile.capture.record.watched import Current, Reads
+from gascompile.capture.record.watched import Reads
 from gascompile.capture.record.watches import Code
 
 _PLAIN = (int, float, complex, str, bytes)
@@ -275,7 +281,7 @@ def _library_digest(name: str, names: Iterable[str], reads: Reads, moved: Collec
     if origin_of_module(module) is Origin.INSTALLED:
         parts.append(module_digest(name))
         parts += [
-            (place, repr(owner.value if isinstance(owner, Current) else owner[key]))
+            (place, repr(asked(owner, key)))
             for (owner, key), place in sorted(_places({name: names}, reads), key=itemgetter(1))
             if place not in moved
         ]
@@ -304,7 +310,7 @@ def _places(
 def moved_places(known: Dependencies) -> set[tuple[int, object]]:
     """Return where the values are that the capture itself changed, by identity."""
     places = _places(known.library_names, known.reading())
-    return {(id(owner), key) for (owner, key), name in places if name in known.moved}
+    return {place_key(*place) for place, name in places if name in known.moved}
 
 
 def _followed(space: Mapping[str, Any], chain: str) -> object:

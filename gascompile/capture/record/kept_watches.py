@@ -13,6 +13,7 @@ from torch import nn
 from gascompile.capture.fingerprint.code_names import codes_in
 from gascompile.capture.fingerprint.code_origin import key_of
 from gascompile.capture.record.dependencies import Dependencies, moved_places
+from gascompile.capture.record.library_values import place_key
 from gascompile.capture.record.record import is_of_library, is_own
 from gascompile.capture.record.watched import Watches
 from gascompile.capture.record.watches import Code, watch
@@ -34,7 +35,7 @@ def watched(
         known.reading(),
         versions=versions,
         libraries=[row for row in code if is_of_library(row[0])],
-        steady=lambda owner, key: (id(owner), key) not in moved,
+        steady=lambda owner, key: place_key(owner, key) not in moved,
     )
     watches.variables(known.environment)
     watches.settings(known.settings)

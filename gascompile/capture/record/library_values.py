@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextvars
 import sys
 import types
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,12 +17,13 @@ from weakref import WeakKeyDictionary
 from gascompile.capture.fingerprint.code_names import absolute_name, names_of
 from gascompile.capture.fingerprint.code_origin import Origin, origin_of_file, origin_of_name
 from gascompile.capture.record.likeness import GONE, SCALARS, same
-from gascompile.capture.record.watched import Current, StoredItems, stored_items
+from gascompile.capture.record.watched import ASKED, Current, Entries, StoredItems, stored_items
 
 _MANY_ENTRIES = 256
 """A larger table is a register of all that a library has, and no choice that is made in a call."""
 _FIXED = (tuple, frozenset)
-_TABLES = (dict, types.SimpleNamespace)
+_LISTS = (list, set, deque)
+_TABLES = (dict, types.SimpleNamespace, *_LISTS)
 """What settings are kept in that have a name of their own, or one of a class or of another table."""
 
 _LAYERS = "torch/nn/modules/"
@@ -63,9 +65,16 @@ def plain_places(
         if is_plain_value(value.get(None)):
             yield Current(value), "value", f"{name}['value']"
         return
+    if isinstance(value, _LISTS) and type(value) in _LISTS:
+        if len(value) <= _MANY_ENTRIES and all(map(is_plain_value, value)):
+            looked.add(id(value))
+            yield Entries(value), "value", f"what is in {name}"
+        return
     if isinstance(value, Mapping):
         if isinstance(value, dict) and len(value) <= _MANY_ENTRIES:
             looked.add(id(value))
+            if all(map(is_plain_value, value)):
+                yield Entries(value), "value", f"the keys of {name}"
             for key, held in value.items():
                 if not is_plain_value(key):
                     continue
@@ -126,14 +135,14 @@ class FirstSeen:
             if is_plain_value(value) and key in owner:
                 self._values.setdefault((id(owner), key), (owner, value))
             for held, inner, _ in plain_places(value, "", _any, owners=self._owners):
-                self._values.setdefault(_key(held, inner), (held, _asked(held, inner)))
+                self._values.setdefault(place_key(held, inner), (held, asked(held, inner)))
 
     def is_steady(self, owner: Any, key: Any) -> bool:
         """Return whether what is there was there before the capture, and is what it was, as far as anybody looked."""
-        _, before = self._values.get(_key(owner, key), (None, GONE))
+        _, before = self._values.get(place_key(owner, key), (None, GONE))
         if before is GONE:
-            return _key(owner, key)[0] not in self._owners
-        now = _asked(owner, key)
+            return place_key(owner, key)[0] not in self._owners
+        now = asked(owner, key)
         return now is before or same(before, now)
 
 
@@ -141,14 +150,14 @@ def _any(_: str) -> bool:
     return True
 
 
-def _key(owner: Any, key: Any) -> tuple[int, object]:
-    if isinstance(owner, Current):
-        owner = owner.variable
-    return id(owner.of if isinstance(owner, StoredItems) else owner), key
+def place_key(owner: Any, key: Any) -> tuple[int, object]:
+    """Return what tells a place from all others, however it is asked."""
+    return id(owner.of if isinstance(owner, (*ASKED, StoredItems)) else owner), key
 
 
-def _asked(owner: Any, key: Any) -> Any:
-    return owner.value if isinstance(owner, Current) else owner[key]
+def asked(owner: Any, key: Any) -> Any:
+    """Return what is in a place."""
+    return owner.value if isinstance(owner, ASKED) else owner[key]
 
 
 _spaces: WeakKeyDictionary[type, Mapping[str, Any]] = WeakKeyDictionary()

@@ -12,7 +12,7 @@ import os
 import re
 import types
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,17 +80,37 @@ class Current:
     """What a context variable is set to, as an attribute."""
 
     def __init__(self, variable: contextvars.ContextVar[Any]) -> None:
-        self.variable = variable
+        self.of = variable
 
     @property
     def value(self) -> Any:
         """Return it, or ``GONE``."""
-        return self.variable.get(GONE)
+        return self.of.get(GONE)
 
     @value.setter
     def value(self, value: object) -> None:
         if value is not GONE:
-            self.variable.set(value)
+            self.of.set(value)
+
+
+class Entries:
+    """What is in a list or a set, or the keys of a dictionary, in words, as an attribute."""
+
+    def __init__(self, of: Collection[Any]) -> None:
+        self.of, self._text = of, ""
+
+    @property
+    def value(self) -> str:
+        """Return it, the same object as long as nothing changes."""
+        is_set = isinstance(self.of, set)
+        text = repr(sorted(map(repr, self.of)) if is_set else list(self.of))
+        if text != self._text:
+            self._text = text
+        return self._text
+
+
+ASKED = (Current, Entries)
+"""Stand-ins for what is looked at as a whole."""
 
 
 class Variable:

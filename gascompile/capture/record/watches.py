@@ -37,6 +37,7 @@ from gascompile.capture.record.op_names import look_up_op, look_up_overloads
 from gascompile.capture.record.opaque import is_source
 from gascompile.capture.record.watched import (
     ARRAYS,
+    ASKED,
     HOOKS,
     Current,
     Reads,
@@ -340,9 +341,11 @@ class _Walk:
             return
         self._plain[id(value)] = value
         for owner, key, place in plain_places(value, name, self._reads.has):
-            if isinstance(owner, Current):
+            if not self._steady(owner, key):
+                continue
+            if isinstance(owner, ASKED):
                 self.watches.attribute(owner, key, place)
-            elif self._steady(owner, key):
+            else:
                 self._only(owner, key, place)
 
     def methods(self, kinds: set[type]) -> None:
