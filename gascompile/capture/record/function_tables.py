@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gascompile.capture.record.watched import stored_items
+from gascompile.capture.record.stand_ins import stored_items
 
 _MANY_FUNCTIONS = 256
 """A larger table is a register of all that a library has, and no choice that is made in a call."""

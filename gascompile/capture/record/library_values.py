@@ -17,7 +17,13 @@ from weakref import WeakKeyDictionary
 from gascompile.capture.fingerprint.code_names import absolute_name, names_of
 from gascompile.capture.fingerprint.code_origin import Origin, origin_of_file, origin_of_name
 from gascompile.capture.record.likeness import GONE, SCALARS, same
-from gascompile.capture.record.watched import ASKED, Current, Entries, StoredItems, stored_items
+from gascompile.capture.record.stand_ins import (
+    ASKED,
+    Current,
+    HeldEntries,
+    StoredItems,
+    stored_items,
+)
 
 _MANY_ENTRIES = 256
 """A larger table is a register of all that a library has, and no choice that is made in a call."""
@@ -68,13 +74,13 @@ def plain_places(
     if isinstance(value, _LISTS) and type(value) in _LISTS:
         if len(value) <= _MANY_ENTRIES and all(map(is_plain_value, value)):
             looked.add(id(value))
-            yield Entries(value), "value", f"what is in {name}"
+            yield HeldEntries(value), "value", f"what is in {name}"
         return
     if isinstance(value, Mapping):
         if isinstance(value, dict) and len(value) <= _MANY_ENTRIES:
             looked.add(id(value))
             if all(map(is_plain_value, value)):
-                yield Entries(value), "value", f"the keys of {name}"
+                yield HeldEntries(value), "value", f"the keys of {name}"
             for key, held in value.items():
                 if not is_plain_value(key):
                     continue

@@ -10,7 +10,8 @@ from typing import Any
 import numpy
 
 from gascompile.capture.record.op_names import op_spaces
-from gascompile.capture.record.watched import Current, Watches
+from gascompile.capture.record.stand_ins import Current
+from gascompile.capture.record.watched import Watches
 
 
 class Snapshot:

@@ -6,13 +6,10 @@ All are compared by identity in three passes of C code; only where one differs i
 from __future__ import annotations
 
 import array
-import contextvars
 import operator
-import os
 import re
 import types
-from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +20,7 @@ from gascompile.capture.fingerprint.code_origin import key_of
 from gascompile.capture.record.asked_settings import AskedSetting
 from gascompile.capture.record.contents import bytes_of, digest_of, elements_of, is_plain, raw_of
 from gascompile.capture.record.likeness import GONE, alike, same, shown
+from gascompile.capture.record.stand_ins import StoredItems, Variable
 
 Columns = tuple[list[Any], list[Any], list[Any], list[Any]]
 """Owners, keys, values and names of what is watched."""
@@ -33,7 +31,6 @@ Place = tuple[dict[str, Any], str, str]
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 ARRAYS = (numpy.ndarray, bytearray, array.array)
 _ALWAYS = {"forward", "training", "__call__", "__defaults__", "__kwdefaults__", "_modules", *HOOKS}
-_PLAIN_LOOKUPS = (dict.__getitem__, OrderedDict.__getitem__)
 _MAX_ARRAY_BYTES = 1 << 20
 """Of an array that is kept to be compared; of larger ones a digest is."""
 _MANY_KEYS = 256  # of larger ones, mostly tables that are asked, the order is not compared: that is done at each call
@@ -74,73 +71,6 @@ class WatchedChange:
     key: object
     """Under which its owner has it."""
     text: str
-
-
-class Current:
-    """What a context variable is set to, as an attribute."""
-
-    def __init__(self, variable: contextvars.ContextVar[Any]) -> None:
-        self.of = variable
-
-    @property
-    def value(self) -> Any:
-        """Return it, or ``GONE``."""
-        return self.of.get(GONE)
-
-    @value.setter
-    def value(self, value: object) -> None:
-        if value is not GONE:
-            self.of.set(value)
-
-
-class Entries:
-    """What is in a list or a set, or the keys of a dictionary, in words, as an attribute."""
-
-    def __init__(self, of: Collection[Any]) -> None:
-        self.of, self._text = of, ""
-
-    @property
-    def value(self) -> str:
-        """Return it, the same object as long as nothing changes."""
-        is_set = isinstance(self.of, set)
-        text = repr(sorted(map(repr, self.of)) if is_set else list(self.of))
-        if text != self._text:
-            self._text = text
-        return self._text
-
-
-ASKED = (Current, Entries)
-"""Stand-ins for what is looked at as a whole."""
-
-
-class Variable:
-    """What an environment variable is set to, as an attribute: bytes, or ``None``."""
-
-    def __init__(self, name: str) -> None:
-        self._key = os.environ.encodekey(name)
-
-    @property
-    def value(self) -> Any:
-        """Return it, the same object as long as nobody sets it."""
-        return os.environ._data.get(self._key)  # type: ignore[attr-defined]
-
-
-class StoredItems:
-    """What a dictionary holds, where asking it for an item makes a new one each time."""
-
-    def __init__(self, of: dict[Any, Any]) -> None:
-        self.of = of
-
-    def __getitem__(self, key: Any) -> Any:
-        return dict.__getitem__(self.of, key)
-
-    def __len__(self) -> int:
-        return len(self.of)
-
-
-def stored_items(of: dict[Any, Any]) -> Any:
-    """Return what gives what a dictionary holds: mostly itself."""
-    return of if type(of).__getitem__ in _PLAIN_LOOKUPS else StoredItems(of)
 
 
 class Watches:

@@ -35,15 +35,13 @@ from gascompile.capture.record.library_values import Steady, is_plain_value, pla
 from gascompile.capture.record.likeness import GONE, SCALARS
 from gascompile.capture.record.op_names import look_up_op, look_up_overloads
 from gascompile.capture.record.opaque import is_source
+from gascompile.capture.record.stand_ins import ASKED, Current, stored_items
 from gascompile.capture.record.watched import (
     ARRAYS,
-    ASKED,
     HOOKS,
-    Current,
     Reads,
     Watches,
     attribute_of,
-    stored_items,
 )
 from gascompile.core.tensor_attributes import attributes_of
 

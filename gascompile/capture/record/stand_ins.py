@@ -1,0 +1,80 @@
+"""Stand-ins: what is asked in the place of an object that answers with a new one each time, or by a method."""
+
+from __future__ import annotations
+
+import contextvars
+import os
+from collections import OrderedDict
+from collections.abc import Collection
+from typing import Any
+
+from gascompile.capture.record.likeness import GONE
+
+_PLAIN_LOOKUPS = (dict.__getitem__, OrderedDict.__getitem__)
+
+
+class Current:
+    """What a context variable is set to, as an attribute."""
+
+    def __init__(self, variable: contextvars.ContextVar[Any]) -> None:
+        self.of = variable
+
+    @property
+    def value(self) -> Any:
+        """Return it, or ``GONE``."""
+        return self.of.get(GONE)
+
+    @value.setter
+    def value(self, value: object) -> None:
+        if value is not GONE:
+            self.of.set(value)
+
+
+class HeldEntries:
+    """What is in a list or a set, or the keys of a dictionary, in words, as an attribute."""
+
+    def __init__(self, of: Collection[Any]) -> None:
+        self.of, self._text = of, ""
+
+    @property
+    def value(self) -> str:
+        """Return it, the same object as long as nothing changes."""
+        is_set = isinstance(self.of, set)
+        text = repr(sorted(map(repr, self.of)) if is_set else list(self.of))
+        if text != self._text:
+            self._text = text
+        return self._text
+
+
+ASKED = (Current, HeldEntries)
+"""Stand-ins for what is looked at as a whole."""
+
+
+class Variable:
+    """What an environment variable is set to, as an attribute: bytes, or ``None``."""
+
+    def __init__(self, name: str) -> None:
+        self._key = os.environ.encodekey(name)
+
+    @property
+    def value(self) -> Any:
+        """Return it, the same object as long as nobody sets it."""
+        return os.environ._data.get(self._key)  # type: ignore[attr-defined]
+
+
+class StoredItems:
+    """What a dictionary holds, where asking it for an item makes a new one each time."""
+
+    def __init__(self, of: dict[Any, Any]) -> None:
+        self.of = of
+
+    def __getitem__(self, key: Any) -> Any:
+        return dict.__getitem__(self.of, key)
+
+    def __len__(self) -> int:
+        return len(self.of)
+
+
+def stored_items(of: dict[Any, Any]) -> Any:
+    """Return what gives what a dictionary holds: mostly itself."""
+    return of if type(of).__getitem__ in _PLAIN_LOOKUPS else StoredItems(of)
