@@ -79,7 +79,8 @@ def plain_places(
     if isinstance(value, Mapping):
         if isinstance(value, dict) and len(value) <= _MANY_ENTRIES:
             looked.add(id(value))
-            if all(map(is_plain_value, value)):
+            # A table of anything else is mostly a register, which fills up.
+            if all(map(is_plain_value, (*value, *value.values()))):
                 yield HeldEntries(value), "value", f"the keys of {name}"
             for key, held in value.items():
                 if not is_plain_value(key):
