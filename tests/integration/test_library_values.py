@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import gascompile
+from gascompile.capture.record.library_values import plain_places
 
 _SOURCE = """
 import contextvars
@@ -243,3 +244,15 @@ def test_what_is_in_a_set_or_a_list_counts(library: Any, tmp_path: Path, kind: s
             change()
             torch.testing.assert_close(compiled(x), model(x))
         change()
+
+
+def test_a_table_that_imports_what_it_is_asked_for_is_not_asked(library: Any) -> None:
+    class Lazy(dict[str, float]):
+        def items(self) -> Any:
+            raise AssertionError("asked for all")
+
+        values = keys = __iter__ = items
+
+    lazy = Lazy(by=1.0)
+    found = [name for _, _, name in plain_places(lazy, "lazy", lambda _: True)]
+    assert found == ["the keys of lazy", "lazy['by']"]

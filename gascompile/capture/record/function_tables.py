@@ -22,7 +22,9 @@ def table_of(value: Mapping[Any, Any]) -> tuple[Any, list[Any]]:
     else:
         spaces = [vars(of) for of in (value, *type(value).__mro__) if hasattr(of, "__dict__")]
         tables = [held for space in spaces for held in space.values() if type(held) is dict]
-    keys = dict.fromkeys(key for table in tables for key, held in table.items() if callable(held))
+    keys = dict.fromkeys(
+        key for table in tables for key, held in [*dict.items(table)] if callable(held)
+    )
     if len(keys) > _MANY_FUNCTIONS:
         return owner, []
     return owner, [key for key in keys if _is_stored(owner, key, tables)]

@@ -72,17 +72,19 @@ def plain_places(
             yield Current(value), "value", f"{name}['value']"
         return
     if isinstance(value, _LISTS) and type(value) in _LISTS:
-        if len(value) <= _MANY_ENTRIES and all(map(is_plain_value, value)):
+        if len(value) <= _MANY_ENTRIES and all(map(is_plain_value, [*value])):
             looked.add(id(value))
             yield HeldEntries(value), "value", f"what is in {name}"
         return
     if isinstance(value, Mapping):
-        if isinstance(value, dict) and len(value) <= _MANY_ENTRIES:
+        # What is stored: some tables import all that a library has where anybody asks for their items.
+        entries = [*dict.items(value)] if isinstance(value, dict) else []
+        if isinstance(value, dict) and len(entries) <= _MANY_ENTRIES:
             looked.add(id(value))
             # A table of anything else is mostly a register, which fills up.
-            if all(map(is_plain_value, (*value, *value.values()))):
+            if all(is_plain_value(part) for entry in entries for part in entry):
                 yield HeldEntries(value), "value", f"the keys of {name}"
-            for key, held in value.items():
+            for key, held in entries:
                 if not is_plain_value(key):
                     continue
                 if is_plain_value(held):

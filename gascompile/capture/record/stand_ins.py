@@ -39,8 +39,8 @@ class HeldEntries:
     @property
     def value(self) -> str:
         """Return it, the same object as long as nothing changes."""
-        is_set = isinstance(self.of, set)
-        text = repr(sorted(map(repr, self.of)) if is_set else list(self.of))
+        held = [*dict.keys(self.of)] if isinstance(self.of, dict) else [*self.of]
+        text = repr(sorted(map(repr, held)) if isinstance(self.of, set) else held)
         if text != self._text:
             self._text = text
         return self._text
