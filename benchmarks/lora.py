@@ -116,14 +116,17 @@ def _by_accelerate(options: argparse.Namespace) -> Callable[[torch.Tensor], torc
     return eager_step(base)
 
 
-def _planned(options: argparse.Namespace, ids: torch.Tensor) -> Any:
+def planned_step(
+    options: argparse.Namespace, ids: torch.Tensor, dtype: torch.dtype, weights: Path
+) -> Any:
+    """Return a planned step over a base on the meta device, which is read in place from ``weights``."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import gascompile
 
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(options.checkpoint)
-        base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        base = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model = with_adapters(base)
     return gascompile.compile_step(
         model,
@@ -131,7 +134,7 @@ def _planned(options: argparse.Namespace, ids: torch.Tensor) -> Any:
         adapter_optimizer(model),
         options.budget,
         ids,
-        checkpoint=options.checkpoint,
+        checkpoint=weights,
         cache_dir=options.cache,
     )
 
@@ -143,7 +146,7 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
     begin_s = time.perf_counter()
     with PeakSampler() as peak:
         if options.way == "planned":
-            step = _planned(options, ids)
+            step = planned_step(options, ids, torch.bfloat16, options.checkpoint)
         else:
             step = (_in_memory if options.way == "memory" else _by_accelerate)(options)
         found: dict[str, Any] = {"ready_s": time.perf_counter() - begin_s}

@@ -32,7 +32,7 @@ from benchmarks.environment import headed, write_result
 from benchmarks.gguf_weights import write_file
 from benchmarks.limited import run_limited
 from benchmarks.llama_checkpoint import SHAPE_1B, write_llama
-from benchmarks.lora import PROCESS_BYTES, adapter_optimizer, eager_step, loss_of, with_adapters
+from benchmarks.lora import PROCESS_BYTES, eager_step, planned_step
 from gascompile.core.sizes import format_size, parse_size
 
 _TOY = {
@@ -98,26 +98,6 @@ def _by_torchao(options: argparse.Namespace) -> Any:
     return base
 
 
-def _planned(options: argparse.Namespace, ids: torch.Tensor) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    import gascompile
-
-    with torch.device("meta"):
-        config = AutoConfig.from_pretrained(options.checkpoint)
-        base = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model = with_adapters(base)
-    return gascompile.compile_step(
-        model,
-        loss_of,
-        adapter_optimizer(model),
-        options.budget,
-        ids,
-        checkpoint=options.packed,
-        cache_dir=options.cache,
-    )
-
-
 _BASES: dict[str, Callable[[argparse.Namespace], Any]] = {
     "dense": _dense,
     "hqq": _by_hqq,
@@ -134,7 +114,11 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
     with PeakSampler() as peak:
         way = options.way
         is_planned = way == "planned"
-        step: Any = _planned(options, ids) if is_planned else eager_step(_BASES[way](options))
+        step: Any = (
+            planned_step(options, ids, torch.float32, options.packed)
+            if is_planned
+            else eager_step(_BASES[way](options))
+        )
         found: dict[str, Any] = {
             "ready_s": time.perf_counter() - begin_s,
             "ready_peak_bytes": peak.take_peak_bytes(),
