@@ -9,6 +9,7 @@ table. ``--machine emulated --toy`` tries it without a GPU.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib.util
 import json
@@ -91,11 +92,12 @@ class Bench:
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
-            return self._failed(job, f"not finished after {error.timeout:.0f} s")
+            reason = f"not finished after {error.timeout:.0f} s"
+            return {**_last_told(error.stdout), **self._failed(job, reason)}
         if done.returncode != 0:
             lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-            return self._failed(job, lines[-1])
-        result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+            return {**_last_told(done.stdout), **self._failed(job, lines[-1])}
+        result = _last_told(done.stdout)
         for row in result.get("rows", ()):
             self._console.print(
                 f"  {name:<14}{job['shape']:>4}  {row.get('budget') or '':>7}  batch {row['batch']:>2}  "
@@ -120,6 +122,16 @@ class Bench:
     def _failed(self, job: dict[str, Any], reason: str) -> dict[str, Any]:
         self._console.print(f"  {job['contender']:<14}{job.get('shape', ''):>4}  failed: {reason}")
         return {**job, "failed": reason}
+
+
+def _last_told(printed: str | bytes | None) -> dict[str, Any]:
+    """Return the last complete object that a contender printed; nothing where there is none."""
+    text = printed.decode(errors="replace") if isinstance(printed, bytes) else printed or ""
+    for line in reversed(text.splitlines()):
+        with contextlib.suppress(json.JSONDecodeError):
+            told = json.loads(line)
+            return told if isinstance(told, dict) else {}
+    return {}
 
 
 def with_limits(found: dict[str, Any], link_bytes_per_s: float | None) -> dict[str, Any]:

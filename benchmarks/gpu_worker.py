@@ -47,7 +47,8 @@ def run_gascompile(options: argparse.Namespace) -> dict[str, Any]:
 
     shape = SHAPES[options.shape]
     model = empty_llama(shape) if options.checkpoint else llama_in_memory(shape)
-    rows = []
+    rows: list[dict[str, Any]] = []
+    found = {"weight_bytes": weight_bytes(shape), "rows": rows}
     # With all weights in its memory it is compared with a compiler of kernels, so it compiles all of its own.
     runs_to_pay = _RUNS_TO_PAY if options.budgets else math.inf
     for budget in options.budgets or [None]:
@@ -73,7 +74,8 @@ def run_gascompile(options: argparse.Namespace) -> dict[str, Any]:
                 row["allocated_peak_bytes"] = max(peaks)
             compiled.close()
             rows.append(row)
-    return {"weight_bytes": weight_bytes(shape), "rows": rows}
+            _tell(found)
+    return found
 
 
 def run_accelerate(options: argparse.Namespace) -> dict[str, Any]:
@@ -125,11 +127,17 @@ def run_link(options: argparse.Namespace) -> dict[str, Any]:
 def _calls(
     model: Callable[..., Any], options: argparse.Namespace, *, device: torch.device | None = None
 ) -> list[dict[str, Any]]:
-    rows = []
+    rows: list[dict[str, Any]] = []
     for batch in options.batches:
         ids = _inputs(options, batch).to(device)
         rows.append(_timed(_step(model, ids), options, batch))
+        _tell({"rows": rows})
     return rows
+
+
+def _tell(found: dict[str, Any]) -> None:
+    """Print what there is so far: whoever ends this process early has it."""
+    print(json.dumps(found), flush=True)
 
 
 def _step(model: Callable[..., Any], ids: torch.Tensor) -> Callable[[], Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,13 +37,10 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: Any, result: Any) -> int | 
     from torch.utils.flop_counter import flop_registry
 
     packet = func.overloadpacket
-    formula = flop_registry.get(packet)
-    if formula is not None:
-        return int(formula(*args, **kwargs, out_val=result))
-    name = str(packet)
-    ours = _FORMULAS.get(name.removeprefix("aten."))
+    ours = _FORMULAS.get(str(packet).removeprefix("aten."))
     if ours is None:
-        return None
+        formula = flop_registry.get(packet)
+        return None if formula is None else int(formula(*args, **kwargs, out_val=result))
     given = [*args, *kwargs.values()]
     results = result if isinstance(result, (tuple, list)) else (result,)
     return max(0, int(ours(given, [r for r in results if isinstance(r, torch.Tensor)])))
@@ -100,14 +97,22 @@ def _attention(args: Sequence[Any], results: Sequence[Any]) -> int:
     query, key, value = args[:3]
     from torch.utils.flop_counter import sdpa_flop_count
 
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+    return int(sdpa_flop_count(query.shape, *_for_each_head(query, key, value)))
 
 
 def _attention_backward(args: Sequence[Any], results: Sequence[Any]) -> int:
     grad, query, key, value = args[:4]
     from torch.utils.flop_counter import sdpa_backward_flop_count
 
-    return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
+    return int(
+        sdpa_backward_flop_count(grad.shape, query.shape, *_for_each_head(query, key, value))
+    )
+
+
+def _for_each_head(query: torch.Tensor, *shared: torch.Tensor) -> Iterator[list[int]]:
+    """Give the shapes of keys and values as if no heads shared them, which is all that torch 2.11 counts."""
+    for of in shared:
+        yield [*of.shape[:-3], *query.shape[-3:-2], *of.shape[-2:]]
 
 
 def _layer_of_rnn(args: Sequence[Any], results: Sequence[Any]) -> int:
@@ -206,6 +211,9 @@ _FORMULAS: dict[str, _Formula] = {
     **dict.fromkeys(("slow_conv_transpose2d", "slow_conv_transpose3d"), _transposed),
     **dict.fromkeys(
         (
+            "_scaled_dot_product_flash_attention",
+            "_scaled_dot_product_efficient_attention",
+            "_scaled_dot_product_cudnn_attention",
             "_scaled_dot_product_flash_attention_for_cpu",
             "_scaled_dot_product_fused_attention_overrideable",
             "_scaled_dot_product_attention_math_for_mps",
@@ -215,6 +223,9 @@ _FORMULAS: dict[str, _Formula] = {
     ),
     **dict.fromkeys(
         (
+            "_scaled_dot_product_flash_attention_backward",
+            "_scaled_dot_product_efficient_attention_backward",
+            "_scaled_dot_product_cudnn_attention_backward",
             "_scaled_dot_product_flash_attention_for_cpu_backward",
             "_scaled_dot_product_fused_attention_overrideable_backward",
         ),

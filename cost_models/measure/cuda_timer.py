@@ -21,6 +21,7 @@ FEW_GPU_ROWS = (1, 16, 256, 4096)
 
 _COPY_BYTES = 64 * MIB
 _WIDE, _NARROW = 8192, 2048
+_FEW = 16  # rows of products that are not timed
 _ROOMY_BYTES = 3 * GIB
 """With so much free, weights of a product are larger than the caches of any device."""
 
@@ -102,19 +103,31 @@ class CudaTimer:
         return self._seconds(calls)
 
     def library_bytes(self) -> int:
-        """Return what torch's allocator holds more after a product than its operands.
+        """Return what torch's allocator holds more during and after products than their operands.
 
-        The libraries' workspace is taken at the first product of a thread and stream and never given back.
+        One workspace is taken at the first product of a thread and stream and never given back; products that add a
+        bias take another one each time.
         """
         self._operands.clear()
         if self._on != "cpu":
             torch._C._cuda_clearCublasWorkspaces()
         self._cuda.synchronize()
-        before = self._cuda.memory_allocated()
-        self.product_s("float32", 16)
-        self.product_s("bfloat16", 16)
-        self._operands.clear()
-        return max(int(self._cuda.memory_allocated()) - int(before), 0)
+        before = int(self._cuda.memory_allocated())
+        most_bytes = 0
+        for dtype in (torch.float32, torch.bfloat16):
+            options: Any = {"dtype": dtype, "device": self._on}
+            rows, weight = (torch.ones(n, _NARROW, **options) for n in (_FEW, _NARROW))
+            bias, out = torch.ones(_NARROW, **options), torch.empty(_FEW, _NARROW, **options)
+            self._cuda.reset_peak_memory_stats()
+            torch.mm(rows, weight, out=out)
+            torch.addmm(bias, rows, weight, out=out)
+            self._cuda.synchronize()
+            own_bytes = sum(x.nbytes for x in (rows, weight, bias, out))
+            counted = int(self._cuda.max_memory_allocated())
+            most_bytes = max(most_bytes, counted - before - own_bytes)
+            # Each dtype's operands are gone before the next has its own.
+            del rows, weight, bias, out
+        return most_bytes
 
     def close(self) -> None:
         """Give all memory back."""

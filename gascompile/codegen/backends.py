@@ -7,9 +7,11 @@ compiled to images that its driver loads. ``fusion`` knows neither.
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import torch
 from torch import fx
 
 from gascompile.codegen.build import (
@@ -39,6 +41,9 @@ from gascompile.runtime.kernels.fused import load_library
 from gascompile.runtime.kernels.gpu_code import GpuCode, load_gpu_code
 
 Nodes = Sequence[fx.Node]
+
+_KEEPS_CASTS = (2, 13)
+"""The first torch whose C++ was found to round where its ops do: that of 2.11 leaves casts to narrow types out."""
 
 
 class Writer(Protocol):
@@ -96,8 +101,14 @@ class KernelBackend(Protocol):
 def backend_of(machine: Machine) -> tuple[KernelBackend | None, str]:
     """Return what makes and runs kernels for plans of ``machine``; or none, and why."""
     match machine.compute_backend:
-        case "cpu" | "emulated":
+        case "cpu" | "emulated" if _torch_version() >= _KEEPS_CASTS:
             return CpuKernels(), ""
+        case "cpu" | "emulated":
+            first = ".".join(map(str, _KEEPS_CASTS))
+            return (
+                None,
+                f"kernels of torch {torch.__version__} leave out casts that torch makes: {first} is needed",
+            )
         case "cuda":
             target = target_here()
             if target is None:
@@ -105,6 +116,10 @@ def backend_of(machine: Machine) -> tuple[KernelBackend | None, str]:
             return CudaKernels(target), ""
         case other:
             return None, f"ops are not fused on the backend '{other}'"
+
+
+def _torch_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
 
 
 def has_compiler_for(machine: Machine) -> bool:

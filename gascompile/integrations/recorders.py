@@ -28,9 +28,15 @@ def set_recorders(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
         return
     is_asked = any(name.startswith("output_") and value for name, value in kwargs.items())
     for part in _recording(model, library.__file__ or ""):
-        names = {f"output_{kind}" for kind in library._CAN_RECORD_REGISTRY.get(part)}
+        names = {f"output_{kind}" for kind in _recorded(library, part)}
         if is_asked or any(getattr(part.config, name, False) for name in names):
             library.maybe_install_capturing_hooks(part)
+
+
+def _recorded(library: Any, model: Any) -> Mapping[str, Any]:
+    """Return what a model can record, by its name; the register is asked by class up to 5.17, by model later."""
+    register = library._CAN_RECORD_REGISTRY
+    return register.get(str(type(model))) or register.get(model) or {}
 
 
 def _recording(module: nn.Module, file: str) -> Iterator[Any]:

@@ -9,7 +9,7 @@ import torch
 
 from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.machine import IoSettings
-from gascompile.core.program import Program, draws
+from gascompile.core.program import Program
 from gascompile.passes.graph.to_device import to_device
 from gascompile.runtime.memory.device_moves import DeviceMoves
 from gascompile.runtime.memory.pages import Pages
@@ -18,6 +18,7 @@ from gascompile.runtime.memory.run_memory import RunMemory
 from gascompile.runtime.memory.spill import Spill
 from gascompile.runtime.run.session import Session
 from gascompile.training.optimizers import updates_at_once
+from gascompile.training.planning.row_draws import draws_of
 from gascompile.training.planning.step_program import StepProgram
 
 
@@ -69,7 +70,7 @@ def on_device(program: StepProgram, moves: DeviceMoves | None) -> Program:
             f"torch.autocast('{device.type}') would cast once more what a planned step computes: it is captured on the "
             "processor; use torch.autocast('cpu'), whose casts are a part of the step"
         )
-    drawing = [node.name for node in program.program.op_nodes() if draws(node.target)]
+    drawing = [node.name for node in draws_of(program.program.graph_module.graph)]
     if drawing and device.type != "cpu":
         raise UnsupportedOpError(
             f"op '{drawing[0]}' draws random numbers, and those of '{device}' are kept in no checkpoint: train "

@@ -17,6 +17,8 @@ from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.program import Program, copied_graph
 
 _BOUND_TO_CPU = ("_for_cpu", "mkldnn", "onednn", "_cpu")
+_WITH_KERNELS = "aten._scaled_dot_product_flash_attention_for_cpu"
+"""How the ops begin that are the processor's by name and for which the runtime brings kernels of a GPU."""
 
 
 def to_device(program: Program, device: torch.device | str) -> Program:
@@ -44,7 +46,8 @@ def to_device(program: Program, device: torch.device | str) -> Program:
 def _retarget(node: fx.Node, target: torch.device) -> None:
     """Set every device that an op names, or means by naming none."""
     name = str(node.target)
-    if any(part in name for part in _BOUND_TO_CPU):
+    has_kernel = target.type == "cuda" and name.startswith(_WITH_KERNELS)
+    if any(part in name for part in _BOUND_TO_CPU) and not has_kernel:
         raise UnsupportedOpError(
             f"op '{node.name}' is {name}, which computes on the processor alone and not on '{target}'; "
             "capture the model from its module instead of from a lowered program"

@@ -131,13 +131,13 @@ def cheap(
 
 
 def way_s(base: RunLayout, j: int) -> float:
-    """Return the seconds of the fastest way out and back."""
+    """Return the seconds of the fastest way out and back; a place that is read from only is none."""
     task, tensor = base.task, base.intervals[j].tensor
     return min(
         (
             task.load_s(tensor, route) + task.store_s(tensor, route)
-            for route in range(len(task.routes))
-            if tensor in task.fixed or task.can_take(tensor, route)
+            for route, way in enumerate(task.routes)
+            if way.link_out is not None and (tensor in task.fixed or task.can_take(tensor, route))
         ),
         default=math.inf,
     )

@@ -27,6 +27,7 @@ from gascompile.runtime.devices.probe import (
     device_memory,
     require_memory,
 )
+from gascompile.runtime.kernels import attention
 from gascompile.runtime.kernels.packed_triton import install as install_packed_kernels
 from gascompile.runtime.memory.arena import Arena
 from gascompile.runtime.memory.early_memory import EarlyMemory
@@ -198,6 +199,7 @@ class CudaDevice:
     def __init__(self, index: int | None = None, *, api: CudaApi | None = None) -> None:
         """Use a device; ``api`` is what stands in for CUDA where there is no GPU."""
         install_packed_kernels()
+        attention.install()
         self._api = api or CudaApi()
         self._cuda = self._api.runtime
         self.torch_device = self._api.device(index)

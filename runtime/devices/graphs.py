@@ -207,6 +207,10 @@ class GraphRuns:
         more += sum(self._sizes.get(slot, 0) for slot in set(self._plain.outputs))
         parts = divide(self._plain, self._refused)
         more += more_bytes(parts, self._sizes)
+        if any(isinstance(part, RunStep) and part.trait.num_ops for part in parts):
+            # Products between graphs work in memory of their own.
+            machine = self._plan.machine
+            more += machine.library_bytes(machine.compute_tier)
         if self._session.store is not None:
             # What moves has its peak at another time than what graphs keep throughout.
             more += pool_bytes(parts, self._sizes)

@@ -59,6 +59,10 @@ def test_a_pass_is_within_the_device() -> None:
         assert not cuda.used_streams
 
 
+OPERANDS = [(2 * 16 * 32 + 32 * 32 + 32) * size for size in (4, 2)]
+"""Bytes of 16 rows, twice, of square weights and of a bias, in 4 bytes and in 2."""
+
+
 def test_products_keep_one_pair_of_operands() -> None:
     with CudaTimer(FakeCuda(), device="cpu") as timer:
         for dtype, rows in (("float32", 2), ("bfloat16", 4), ("bfloat16", 4)):
@@ -70,12 +74,13 @@ def test_products_keep_one_pair_of_operands() -> None:
         assert timer.calls_s(8) > 0
 
 
-def test_what_libraries_keep_is_what_is_allocated_more_after_a_product() -> None:
-    cuda = FakeCuda(allocated=[100, 1100])
+def test_what_libraries_take_is_the_most_beside_operands_of_products() -> None:
+    wide, half = OPERANDS
+    cuda = FakeCuda(allocated=[100], peaks=[100 + wide + 900, 100 + half + 1000])
     with CudaTimer(cuda, device="cpu") as timer:
         assert timer.library_bytes() == 1000
         assert not timer._operands
-        cuda.allocated = [500, 100]
+        cuda.peaks = [0]
         assert timer.library_bytes() == 0
 
 
@@ -90,7 +95,9 @@ def test_closing_gives_all_memory_back() -> None:
 def test_it_is_what_the_measurement_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gascompile.cost_models.measure.gpu._LARGE_BYTES", 64 * KIB)
     monkeypatch.setattr("gascompile.cost_models.measure.gpu._SMALL_BYTES", 4 * KIB)
-    with CudaTimer(FakeCuda(allocated=[1, 6]), device="cpu") as timer:
+    with CudaTimer(
+        FakeCuda(allocated=[1], peaks=[6 + size for size in OPERANDS]), device="cpu"
+    ) as timer:
         found = measure_gpu(timer, rows=(1, 2), num_repeats=2, dtypes=("float32",))
     assert found.name == "Some GPU"
     assert found.library_bytes == 5

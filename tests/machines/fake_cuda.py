@@ -47,6 +47,8 @@ class FakeCuda:
     own_bytes: int = 0
     allocated: list[int] = field(default_factory=lambda: [0])
     """What ``memory_allocated`` says: each but the last once."""
+    peaks: list[int] = field(default_factory=lambda: [0])
+    """What ``max_memory_allocated`` says, likewise."""
     runtime: FakeRuntime = field(default_factory=FakeRuntime)
     streams: list[FakeStream] = field(default_factory=list)
     used_streams: list[FakeStream] = field(default_factory=list)
@@ -76,6 +78,12 @@ class FakeCuda:
 
     def memory_allocated(self, device: object = None) -> int:
         return self.allocated.pop(0) if len(self.allocated) > 1 else self.allocated[0]
+
+    def reset_peak_memory_stats(self, device: object = None) -> None:
+        """Peaks are as they are given."""
+
+    def max_memory_allocated(self, device: object = None) -> int:
+        return self.peaks.pop(0) if len(self.peaks) > 1 else self.peaks[0]
 
     def synchronize(self, device: object = None) -> None:
         self.num_synchronized += 1

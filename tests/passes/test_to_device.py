@@ -118,8 +118,6 @@ def test_an_op_for_the_processor_alone_is_refused() -> None:
     first = program.op_nodes()[0]
     with graph.inserting_before(first):
         (x,) = (node for node in graph.nodes if node.name == program.inputs[0].name)
-        graph.call_function(
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, (x, x, x)
-        )
+        graph.call_function(torch.ops.aten._weight_int4pack_mm_for_cpu.default, (x, x, 8, x))
     with pytest.raises(UnsupportedOpError, match=r"_for_cpu.*processor alone"):
         to_device(program, ELSEWHERE)
