@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from gascompile.core import side_by_side
 from gascompile.weights import store
 from gascompile.weights.store import content_digest, file_digest, spill
 
@@ -59,7 +59,7 @@ def test_tensors_and_their_file_agree(tensors: Tensors, num_threads: int) -> Non
     alone = content_digest(tensors)
     told: list[int] = []
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(side_by_side.os, "sched_getaffinity", lambda _: set(range(num_threads)))
+        patch.setattr(os, "sched_getaffinity", lambda _: set(range(num_threads)))
         path = Path(folder, "model.safetensors")
         save_file(tensors, path)
         assert file_digest(path, told.append) == content_digest(tensors) == alone
@@ -127,3 +127,11 @@ def test_how_a_tensor_lies_in_memory_does_not_matter(rows: int, columns: int) ->
     whole = torch.arange(float(rows * columns)).reshape(rows, columns)
     assert content_digest({"a": whole.t()}) == content_digest({"a": whole.t().contiguous()})
     assert content_digest({"a": whole[:, ::2]}) == content_digest({"a": whole[:, ::2].clone()})
+
+
+def test_one_element_with_the_strides_of_many_is_spilled(tmp_path: Path) -> None:
+    tensors = {"a": torch.arange(4.0)[1::3], "none": torch.zeros(0, 2)[:, ::2]}
+    assert tensors["a"].stride() == (3,)
+    loaded = load_file(spill(tensors, tmp_path / "store").stamps[0].path)
+    assert loaded["a"].tolist() == [1.0]
+    assert loaded["none"].shape == (0, 1)
