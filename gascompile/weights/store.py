@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +22,9 @@ from safetensors.torch import save_file
 
 from gascompile.core.errors import StorageError
 from gascompile.core.files import exclusive
+from gascompile.core.side_by_side import in_order
 from gascompile.core.sizes import format_size
+from gascompile.core.sources import Extent
 from gascompile.weights.checkpoint import Checkpoint, open_checkpoint
 from gascompile.weights.store_check import Advance, Hash, is_whole, note_whole
 
@@ -28,14 +32,24 @@ STORE = "store"
 """Name of the store's folder in a cache."""
 
 
+PIECE_BYTES = 32 << 20
+"""Hashed at once by one thread. Digests depend on it."""
+
+_Take = Callable[[Hash], None]
+"""Has a hash take in some bytes."""
+_Part = tuple[int, Callable[[int, int], _Take]]
+"""How many bytes there are, and what takes in those of a range of them."""
+
+
 def content_digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return a hash of names, dtypes, shapes and bytes."""
-    state = Hash()
-    for name in sorted(tensors):
-        tensor = tensors[name].detach()
-        state.add(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|")
-        state.add(_flat_bytes(tensor).numpy().data)
-    return state.text()
+    """Return a hash of names, dtypes, shapes and bytes.
+
+    The bytes, in the order of names, are cut into pieces of a fixed size, each of which has a hash of its own, so that
+    several threads share the work. Of tensors that are not contiguous, copies are made as their turn comes.
+    """
+    names = sorted(tensors)
+    heads = [(name, str(tensors[name].dtype), tensors[name].shape) for name in names]
+    return _digest(heads, (_tensor_part(tensors[name]) for name in names), lambda size_bytes: None)
 
 
 def file_digest(path: Path, advance: Advance) -> str:
@@ -43,14 +57,73 @@ def file_digest(path: Path, advance: Advance) -> str:
 
     Raises:
         CheckpointError: it is none.
+        EOFError: it ends early.
         OSError: it cannot be read.
     """
+    sources = sorted(open_checkpoint(path).sources.items())
+    heads = [(name, f"torch.{source.dtype}", source.shape) for name, source in sources]
+    parts = (_file_part(extent) for _, source in sources for extent in source.extents)
+    return _digest(heads, parts, advance)
+
+
+def _digest(
+    heads: Sequence[tuple[str, str, Sequence[int]]], parts: Iterable[_Part], advance: Advance
+) -> str:
+    # Sizes follow from dtypes and shapes, so no two contents have the same head and the same pieces.
     state = Hash()
-    for name, source in sorted(open_checkpoint(path).sources.items()):
-        state.add(f"{name}|torch.{source.dtype}|{source.shape}|")
-        for extent in source.extents:
-            state.add_file(extent.path, extent.offset, extent.size_bytes, advance)
+    state.add(json.dumps([PIECE_BYTES, [[n, dtype, list(shape)] for n, dtype, shape in heads]]))
+
+    def take(hashed: tuple[str, int]) -> None:
+        text, size_bytes = hashed
+        state.add(text)
+        advance(size_bytes)
+
+    in_order((partial(_hashed, *piece) for piece in _pieces(parts)), take)
     return state.text()
+
+
+def _hashed(takes: Sequence[_Take], size_bytes: int) -> tuple[str, int]:
+    state = Hash()
+    for take in takes:
+        take(state)
+    return state.text(), size_bytes
+
+
+def _pieces(parts: Iterable[_Part]) -> Iterator[tuple[list[_Take], int]]:
+    """Cut what follows each other into pieces of ``PIECE_BYTES``; the last one has what is left."""
+    takes: list[_Take] = []
+    filled_bytes = 0
+    for size_bytes, cut in parts:
+        begin = 0
+        while begin < size_bytes:
+            end = min(size_bytes, begin + PIECE_BYTES - filled_bytes)
+            takes.append(cut(begin, end))
+            filled_bytes += end - begin
+            begin = end
+            if filled_bytes == PIECE_BYTES:
+                yield takes, filled_bytes
+                takes, filled_bytes = [], 0
+    if takes:
+        yield takes, filled_bytes
+
+
+def _tensor_part(tensor: torch.Tensor) -> _Part:
+    content = _flat_bytes(tensor.detach()).numpy().data
+
+    def cut(begin: int, end: int) -> _Take:
+        return lambda state: state.add(content[begin:end])
+
+    return len(content), cut
+
+
+def _file_part(extent: Extent) -> _Part:
+    def cut(begin: int, end: int) -> _Take:
+        # Told of whole pieces, by the caller's thread: a bar has locks.
+        return lambda state: state.add_file(
+            extent.path, extent.offset + begin, end - begin, lambda size_bytes: None
+        )
+
+    return extent.size_bytes, cut
 
 
 def is_spilled(path: Path) -> bool:
@@ -62,7 +135,9 @@ def is_spilled(path: Path) -> bool:
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    whole = tensor.contiguous()
+    # Where it has one element or none, its strides may be any.
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 
 
 def spill(tensors: Mapping[str, torch.Tensor], store: Path) -> Checkpoint:

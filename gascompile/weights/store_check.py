@@ -1,7 +1,7 @@
 """Whether a file of the weight store still holds what was written: its content is hashed once after each boot.
 
-No file system says that a bit has flipped. Hashing takes about a second per GiB, so what was found whole is noted
-with the file's stamp and the machine's boot, and believed while both are the same. Callers hold the store's lock.
+No file system says that a bit has flipped. Hashing takes a core about a second per GiB, so what was found whole is
+noted with the file's stamp and the machine's boot, and believed while both are the same. Callers hold the store's lock.
 """
 
 from __future__ import annotations
@@ -42,16 +42,17 @@ class Hash:
     def add_file(
         self, path: str | os.PathLike[str], start: int, size_bytes: int, advance: Advance
     ) -> None:
-        """Take in ``size_bytes`` of a file; raises ``OSError`` where they cannot be read."""
+        """Take in ``size_bytes`` of a file; raises ``EOFError`` or ``OSError`` where they cannot be read."""
+        block = memoryview(bytearray(min(size_bytes, _BLOCK_BYTES)))
         with open(path, "rb", buffering=0) as stream:
             stream.seek(start)
             while size_bytes:
-                block = stream.read(min(size_bytes, _BLOCK_BYTES))
-                if not block:
+                count = stream.readinto(block[:size_bytes])
+                if not count:
                     raise EOFError(f"{path} ends early")
-                self._state.update(block)
-                size_bytes -= len(block)
-                advance(len(block))
+                self._state.update(block[:count])
+                size_bytes -= count
+                advance(count)
 
     def text(self) -> str:
         """Return the digest of what was taken in so far."""
