@@ -110,6 +110,8 @@ class CudaGraphs:
         self._stream = self._cuda.Stream(device=self._device)
         self._cuda.synchronize(self._device)
         gc.collect()
+        # Runs op by op have left their workspace, which would count beside that of the graphs.
+        self._api.drop_workspaces()
         self._cuda.empty_cache()
 
     @contextmanager

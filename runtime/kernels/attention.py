@@ -224,7 +224,7 @@ def _by_rows(values: torch.Tensor) -> torch.Tensor:
     """Return values ``[batch, heads, rows, ...]`` whose heads lie side by side in each row's memory."""
     turned = values.transpose(1, 2)
     # Flat in between, dimensions of one element have the strides of others, too.
-    return turned.reshape(-1).view(turned.shape).transpose(1, 2)
+    return turned.reshape(-1).contiguous().view(turned.shape).transpose(1, 2)
 
 
 def _require_no_dropout(dropout_p: float) -> None:

@@ -150,6 +150,13 @@ def test_rows_of_masks_are_aligned() -> None:
     assert bias.stride(0) % 16 == 0
 
 
+def test_a_part_of_wider_rows_has_strides_of_its_own() -> None:
+    wide = torch.randn(2, 4, 32)
+    found = attention._by_rows(wide[..., :1])
+    assert found.stride() == (4, 1, 4)
+    assert torch.equal(found, wide[..., :1])
+
+
 def test_heads_that_share_keys() -> None:
     q, _, _, grad = operands(6, 6, 3)
     _, k, v, _ = operands(6, 6, 3, heads=2)
