@@ -14,6 +14,7 @@ from gascompile.core.errors import Demand, InfeasiblePlanError
 from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
 from gascompile.core.workload import TensorKind, Workload
+from gascompile.passes.model.rounding import rounding_bytes
 from gascompile.passes.plan.within_host import within_host
 from gascompile.runtime.memory.lasting_accounts import lasting_names, moves_lasting, with_host
 from gascompile.runtime.memory.pinned import HOST, host_bytes, passing_bytes
@@ -70,7 +71,7 @@ def plan_on_device(
     Raises:
         InfeasiblePlanError: what bytes pass through on their way to the device is more than the host may give.
     """
-    inputs_bytes = placed_bytes(workload, machine)
+    inputs_bytes = placed_bytes(workload, machine) + rounding_bytes(workload, machine, budget)
     if room_bytes := graphs_room_bytes(workload, machine, budget):
         with contextlib.suppress(InfeasiblePlanError):
             with_room = partial(make, inputs_bytes + room_bytes)

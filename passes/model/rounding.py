@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 
+from gascompile.core.budget import Budget
 from gascompile.core.machine import Machine
 from gascompile.core.sizes import MIB
 from gascompile.core.workload import Workload
@@ -21,13 +22,13 @@ _LARGE_SHARE = 1 / 64
 """Of the budget, at most, is left for large blocks: values of one size find each other's blocks, which fit."""
 
 
-def rounding_bytes(workload: Workload, machine: Machine, limit_bytes: int | None) -> int:
+def rounding_bytes(workload: Workload, machine: Machine, budget: Budget) -> int:
     """Return how much more the allocator may count than a plan does; 0 for machines that count every byte.
 
     Args:
         workload: whose activations are alive from the op that makes them to the last that reads them, all else always.
         machine: what computes.
-        limit_bytes: the budget of its memory; ``None`` for no limit.
+        budget: of all places.
     """
     if machine.compute_backend != "cuda" or not workload.ops:
         return 0
@@ -40,6 +41,7 @@ def rounding_bytes(workload: Workload, machine: Machine, limit_bytes: int | None
             cut[i] += sign * (-tensor.size_bytes % _BLOCK_BYTES)
             kept[i] += sign * is_large * MIB
     large_bytes = max(accumulate(kept))
+    limit_bytes = budget.limits_bytes(machine).get(machine.compute_tier)
     if limit_bytes is not None:
         large_bytes = min(large_bytes, int(limit_bytes * _LARGE_SHARE))
     return max(accumulate(cut)) + _OF_AN_OP_BYTES + large_bytes

@@ -22,7 +22,6 @@ from gascompile.passes.intervals.update_sites import SHARES, update_sites
 from gascompile.passes.model.effort import Effort
 from gascompile.passes.model.interval_problem import changed_bytes
 from gascompile.passes.model.intervals import IntervalPlan
-from gascompile.passes.model.rounding import rounding_bytes
 from gascompile.passes.plan.assemble import assemble, keeps_budget
 from gascompile.passes.plan.draft import Draft, draft_intervals
 from gascompile.passes.plan.least_energy import writes_weights
@@ -86,7 +85,6 @@ def make_plan(
     effort = Effort(time_limit_s=time_limit_s, mip_gap=mip_gap)
     limits_bytes = budget.limits_bytes(machine)
     reserved_bytes += machine.library_bytes(machine.compute_tier)
-    reserved_bytes += rounding_bytes(workload, machine, limits_bytes.get(machine.compute_tier))
     require_known(strategy)
     # Planned in contention-free time, in which ops do not slow links down.
     quick, calm = _contention_free(workload, machine)

@@ -12,6 +12,7 @@ from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
 from gascompile.core.workload import PERSISTENT, TensorKind, Workload
 from gascompile.passes.plan.make_plan import make_plan
+from gascompile.passes.model.rounding import rounding_bytes
 from gascompile.passes.plan.within_host import within_host
 from gascompile.runtime.memory.host_slots import HOST_BYTES
 from gascompile.runtime.memory.lasting_accounts import with_host
@@ -52,7 +53,8 @@ def step_plan(
     if machine.compute_tier == HOST:
         return made(budget)
     inputs = (t.size_bytes for t in workload.tensors if t.kind is TensorKind.INPUT)
-    return _with_host(partial(made, placed_bytes=sum(inputs)), workload, machine, budget)
+    placed_bytes = sum(inputs) + rounding_bytes(workload, machine, budget)
+    return _with_host(partial(made, placed_bytes=placed_bytes), workload, machine, budget)
 
 
 def _with_host(
