@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import fx
 
 from gascompile.capture.torch_settings import cast_suffix
 from gascompile.codegen.fuse import has_other_products
@@ -26,9 +28,11 @@ from gascompile.core.workload import Workload
 from gascompile.cost_models.measure.compute import op_overhead_s
 from gascompile.cost_models.measure.ops import measure_ops, signature
 from gascompile.machines.busy import warned_if_busy
+from gascompile.machines.device_calls import calls_of, device_ops, on_device
 from gascompile.machines.emulated import emulated_name
 from gascompile.machines.resolve import host_name, op_times_path, this_machine_name
 from gascompile.passes.graph.retime import retime
+from gascompile.runtime.devices.probe import usable_gpu
 from gascompile.runtime.kernels.onednn import linear
 from gascompile.runtime.memory.early_memory import no_pages_taken
 
@@ -52,8 +56,9 @@ def measured_times(
 ) -> Mapping[str, float]:
     """Return seconds by op name: those that count most of ``workload``, where ``machine`` is this one.
 
-    The first plan of a program takes up to three seconds to measure them and 128 MiB of memory meanwhile.
-    With ``onednn`` large products are that library's.
+    The first plan of a program takes up to three seconds to measure them and 128 MiB of memory meanwhile; on a GPU
+    as much of its memory as an op's inputs and results take, or 128 MiB of inputs if they are less. With ``onednn``
+    large products are that library's.
 
     Raises:
         StorageError: ``cache_dir`` cannot be made.
@@ -63,21 +68,25 @@ def measured_times(
         use_packed_kernels(program.forms, cache_dir, make=True)
     tier = machine.compute_tier
     total_s = sum(op.time_s[tier] for op in workload.ops)
-    if not computes_here(machine) or total_s < _WORTH_S:
+    on_gpu = computes_on_gpu(machine)
+    if not (on_gpu or computes_here(machine)) or total_s < _WORTH_S:
         return {}
     nodes = dict(zip((op.name for op in workload.ops), program.op_nodes(), strict=True))
     costly = sorted(workload.ops, key=lambda op: -op.time_s[tier])
-    casts = cast_suffix() + " onednn" * onednn
+    casts = cast_suffix() + " onednn" * onednn + " on the GPU" * on_gpu
     kinds = {op.name: signature(nodes[op.name], program) for op in costly}
     names = {op: f"{kind}{casts}" for op, kind in kinds.items() if kind is not None}
     path = op_times_path(cache_dir)
     known = remembered(path, _FORMAT, "the remembered op times", _seconds) or {}
     missing = [nodes[op] for op, name in names.items() if name not in known]
     if missing:
-        with warned_if_busy("this model"), no_pages_taken():
-            measured = measure_ops(
-                missing, program, limit_s=_LIMIT_S, in_place_of=_PRODUCTS if onednn else {}
-            )
+        if on_gpu:
+            measured = _measured_on_gpu(missing, program)
+        else:
+            with warned_if_busy("this model"), no_pages_taken():
+                measured = measure_ops(
+                    missing, program, limit_s=_LIMIT_S, in_place_of=_PRODUCTS if onednn else {}
+                )
         new = {f"{kind}{casts}": time_s for kind, time_s in measured.items()}
         known = {**known, **new}
         if new:
@@ -85,8 +94,29 @@ def measured_times(
             keep_times(path, text)
     # What calling from a plan costs beyond calling from a loop was fitted on a run.
     called_s = sum(rate.op_overhead_s for rate in machine.memory if rate.device == tier)
+    if on_gpu:
+        # A GPU computes while the host calls the next op.
+        return {op: max(known[name], called_s) for op, name in names.items() if name in known}
     beyond_s = max(called_s - op_overhead_s(), 0.0)
     return {op: known[name] + beyond_s for op, name in names.items() if name in known}
+
+
+def _measured_on_gpu(nodes: Sequence[fx.Node], program: Program) -> Mapping[str, float]:
+    """Return the seconds of a call by signature, of as many of ``nodes`` as time allows, in their order."""
+    times_s: dict[str, float] = {}
+    calls = calls_of(nodes)
+    with device_ops() as ops:
+        stop = time.perf_counter() + _LIMIT_S
+        for node in nodes:
+            kind = signature(node, program)
+            if kind is None or kind in times_s or node.name not in calls:
+                continue
+            if time.perf_counter() > stop:
+                break
+            time_s = ops.time_s(on_device(calls[node.name], ops.device))
+            if time_s is not None:
+                times_s[kind] = time_s
+    return times_s
 
 
 def retimed(
@@ -124,6 +154,13 @@ def computes_here(machine: Machine) -> bool:
             return machine.name == emulated_name(host_name())
         case _:
             return False
+
+
+def computes_on_gpu(machine: Machine) -> bool:
+    """Return whether it is this machine's own GPU that runs the ops, and torch can use it now."""
+    if machine.compute_backend != "cuda" or not usable_gpu():
+        return False
+    return machine.name == this_machine_name()
 
 
 def _seconds(data: Any) -> Mapping[str, float]:

@@ -27,8 +27,9 @@ from gascompile.core.workload import Workload
 from gascompile.distributed.ladder import Ladder
 from gascompile.distributed.together import TimedTogether
 from gascompile.machines.busy import warned_if_busy
-from gascompile.machines.op_memory import learn, learnt_bytes
-from gascompile.machines.op_times import computes_here, keep_times
+from gascompile.machines.device_calls import calls_of
+from gascompile.machines.op_memory import device_bytes, learn, learnt_bytes, reserving
+from gascompile.machines.op_times import computes_here, computes_on_gpu, keep_times
 from gascompile.machines.resolve import step_times_path, this_machine_name
 from gascompile.runtime.memory.pages import Pages
 from gascompile.training.optimizers import rank_ops
@@ -92,6 +93,8 @@ def costed_workload(
     costed = workload
     if computes_here(machine):
         costed = with_costs(workload, costs, device=machine.compute_tier)
+    if computes_on_gpu(machine):
+        costed = _with_device_bytes(workload, program.program, machine, cache_dir)
     for site in sites:
         able = {op.name for op in workload.ops if site in op.time_s}
         there = {name: cost for name, cost in costs.items() if name in able}
@@ -118,6 +121,15 @@ def learnt_digest(cache_dir: Path) -> str:
     """Return a digest of what stopped steps have taught: plans from before it are of no use."""
     learnt = learnt_bytes(cache_dir)
     return serial.digest({call: learnt[call] for call in learnt if _OF_STEP.match(call)})
+
+
+def _with_device_bytes(
+    workload: Workload, program: Program, machine: Machine, cache_dir: Path
+) -> Workload:
+    """Return ``workload`` with the scratch memory that its ops were found to take on this machine's GPU."""
+    calls = calls_of(node for node in program.op_nodes() if _kind(node) is not None)
+    kinds = {node.name: _call(node) for node in program.op_nodes() if node.name in calls}
+    return reserving(workload, device_bytes(kinds, calls, machine, cache_dir))
 
 
 def _with_learnt(workload: Workload, program: Program, cache_dir: Path) -> Workload:
