@@ -8,12 +8,11 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx
 
 from gascompile.capture.torch_settings import cast_suffix
 from gascompile.codegen.fuse import has_other_products
@@ -26,6 +25,7 @@ from gascompile.core.program import Program
 from gascompile.core.remembered import remembered
 from gascompile.core.workload import Workload
 from gascompile.cost_models.measure.compute import op_overhead_s
+from gascompile.cost_models.measure.op_memory import OpCall
 from gascompile.cost_models.measure.ops import measure_ops, signature
 from gascompile.machines.busy import warned_if_busy
 from gascompile.machines.device_calls import calls_of, device_ops, on_device
@@ -73,50 +73,69 @@ def measured_times(
         return {}
     nodes = dict(zip((op.name for op in workload.ops), program.op_nodes(), strict=True))
     costly = sorted(workload.ops, key=lambda op: -op.time_s[tier])
-    casts = cast_suffix() + " onednn" * onednn + " on the GPU" * on_gpu
     kinds = {op.name: signature(nodes[op.name], program) for op in costly}
+    if on_gpu:
+        calls = calls_of(nodes[op.name] for op in costly)
+        called = {op: kind for op, kind in kinds.items() if kind is not None}
+        return device_times(called, calls, machine, cache_dir)
+    casts = cast_suffix() + " onednn" * onednn
     names = {op: f"{kind}{casts}" for op, kind in kinds.items() if kind is not None}
     path = op_times_path(cache_dir)
     known = remembered(path, _FORMAT, "the remembered op times", _seconds) or {}
     missing = [nodes[op] for op, name in names.items() if name not in known]
     if missing:
-        if on_gpu:
-            measured = _measured_on_gpu(missing, program)
-        else:
-            with warned_if_busy("this model"), no_pages_taken():
-                measured = measure_ops(
-                    missing, program, limit_s=_LIMIT_S, in_place_of=_PRODUCTS if onednn else {}
-                )
+        with warned_if_busy("this model"), no_pages_taken():
+            measured = measure_ops(
+                missing, program, limit_s=_LIMIT_S, in_place_of=_PRODUCTS if onednn else {}
+            )
         new = {f"{kind}{casts}": time_s for kind, time_s in measured.items()}
         known = {**known, **new}
-        if new:
-            text = json.dumps({"format": _FORMAT, "seconds": known}, indent=1)
-            keep_times(path, text)
+        _keep(known, path, new)
     # What calling from a plan costs beyond calling from a loop was fitted on a run.
     called_s = sum(rate.op_overhead_s for rate in machine.memory if rate.device == tier)
-    if on_gpu:
-        # A GPU computes while the host calls the next op.
-        return {op: max(known[name], called_s) for op, name in names.items() if name in known}
     beyond_s = max(called_s - op_overhead_s(), 0.0)
     return {op: known[name] + beyond_s for op, name in names.items() if name in known}
 
 
-def _measured_on_gpu(nodes: Sequence[fx.Node], program: Program) -> Mapping[str, float]:
-    """Return the seconds of a call by signature, of as many of ``nodes`` as time allows, in their order."""
-    times_s: dict[str, float] = {}
-    calls = calls_of(nodes)
-    with device_ops() as ops:
-        stop = time.perf_counter() + _LIMIT_S
-        for node in nodes:
-            kind = signature(node, program)
-            if kind is None or kind in times_s or node.name not in calls:
-                continue
-            if time.perf_counter() > stop:
-                break
-            time_s = ops.time_s(on_device(calls[node.name], ops.device))
-            if time_s is not None:
-                times_s[kind] = time_s
-    return times_s
+def device_times(
+    kinds: Mapping[str, str], calls: Mapping[str, OpCall], machine: Machine, cache_dir: Path
+) -> dict[str, float]:
+    """Return seconds by op on this machine's GPU, of those it can be given; what is not known is measured there.
+
+    Args:
+        kinds: what the seconds of each op depend on, by its name; those that count most come first.
+        calls: the ops themselves.
+        machine: this one, with its GPU.
+        cache_dir: where figures are remembered.
+
+    Raises:
+        StorageError: ``cache_dir`` cannot be made.
+    """
+    names = {op: f"{kind}{cast_suffix()} on the GPU" for op, kind in kinds.items()}
+    path = op_times_path(cache_dir)
+    known = remembered(path, _FORMAT, "the remembered op times", _seconds) or {}
+    missing = {names[op]: calls[op] for op in kinds if op in calls and names[op] not in known}
+    if missing:
+        new: dict[str, float] = {}
+        with device_ops() as ops:
+            stop = time.perf_counter() + _LIMIT_S
+            for name, call in missing.items():
+                if time.perf_counter() > stop:
+                    break
+                time_s = ops.time_s(on_device(call, ops.device))
+                if time_s is not None:
+                    new[name] = time_s
+        known = {**known, **new}
+        _keep(known, path, new)
+    # A GPU computes while the host calls the next op.
+    tier = machine.compute_tier
+    called_s = sum(rate.op_overhead_s for rate in machine.memory if rate.device == tier)
+    return {op: max(known[name], called_s) for op, name in names.items() if name in known}
+
+
+def _keep(known: Mapping[str, float], path: Path, new: Mapping[str, float]) -> None:
+    if new:
+        keep_times(path, json.dumps({"format": _FORMAT, "seconds": known}, indent=1))
 
 
 def retimed(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from gascompile.machines import device_calls, op_times
 from gascompile.machines.resolve import preset
 from gascompile.training.capture.joint import capture_joint
 from gascompile.training.optimizers.optimizers import Rules
+from gascompile.training.planning import step_costs
 from gascompile.training.planning.step_costs import costed_workload
 from gascompile.training.planning.step_program import StepOptions, StepProgram, step_program
 from gascompile.training.planning.step_workload import step_workload
@@ -42,21 +44,27 @@ def _large(workload: Workload) -> set[str]:
     return {op.name for op in workload.ops if op.workspace_bytes >= 5 * MIB}
 
 
-def test_scratch_of_the_device_is_reserved_and_measured_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = _program()
-    assert not _large(step_workload(program, GPU))
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[CountedDevice]:
+    """Let this machine have a GPU whose products take 5 MiB."""
     device = CountedDevice(scratch={MM: 5 * MIB})
     monkeypatch.setattr(op_times, "usable_gpu", lambda: "a GPU")
     monkeypatch.setattr(op_times, "this_machine_name", lambda: GPU.name)
     monkeypatch.setattr(device_calls, "OpsOnDevice", device.ops)
     with device:
-        first = _costed(program, tmp_path)
-        calls = device.calls[MM]
-        assert calls
-        assert _costed(program, tmp_path) == first
-        assert device.calls[MM] == calls
+        yield device
+
+
+def test_scratch_of_the_device_is_reserved_and_measured_once(
+    tmp_path: Path, device: CountedDevice
+) -> None:
+    program = _program()
+    assert not _large(step_workload(program, GPU))
+    first = _costed(program, tmp_path)
+    calls = device.calls[MM]
+    assert calls
+    assert _costed(program, tmp_path) == first
+    assert device.calls[MM] == calls
     products = {node.name for node in program.program.op_nodes() if node.target is MM}
     assert products
     assert _large(first) == products
@@ -65,3 +73,20 @@ def test_scratch_of_the_device_is_reserved_and_measured_once(
 def test_another_gpu_goes_by_formulas(tmp_path: Path) -> None:
     program = _program()
     assert _costed(program, tmp_path) == step_workload(program, GPU)
+
+
+def test_seconds_of_the_device_are_measured_once(
+    tmp_path: Path, device: CountedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = _program()
+    untimed = _costed(program, tmp_path)
+    before = device.calls[MM]
+    monkeypatch.setattr(step_costs, "_WORTH_S", 0.0)
+    timed = _costed(program, tmp_path)
+    calls = device.calls[MM]
+    assert calls > before
+    assert _costed(program, tmp_path) == timed
+    assert device.calls[MM] == calls
+    pairs = [(a, b) for a, b in zip(untimed.ops, timed.ops, strict=True) if a.name in _large(timed)]
+    assert all(a.time_s != b.time_s for a, b in pairs)
+    assert [a.workspace_bytes for a in untimed.ops] == [b.workspace_bytes for b in timed.ops]
