@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from gascompile.cost_models.measure.op_memory import OpCall
 from gascompile.cost_models.measure.ops_on_device import OpsOnDevice
 from gascompile.passes.graph.to_device import retargeted
+from gascompile.runtime.kernels import attention
 from gascompile.runtime.kernels.packed_triton import install as install_packed_kernels
 
 
@@ -20,6 +21,7 @@ from gascompile.runtime.kernels.packed_triton import install as install_packed_k
 def device_ops() -> Iterator[OpsOnDevice]:
     """Measure ops on this machine's GPU, with the kernels that runs have there; give its memory back at the end."""
     install_packed_kernels()
+    attention.install()
     ops = OpsOnDevice()
     try:
         yield ops
