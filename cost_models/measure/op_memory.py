@@ -52,6 +52,12 @@ def op_kind(function: object, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return " ".join(parts)
 
 
+def given_bytes(call: OpCall) -> int:
+    """Return what the tensors that a call is given take when they are made up."""
+    fakes = [v for v in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(v, torch.Tensor)]
+    return sum(storage_elements(v) * v.element_size() for v in fakes)
+
+
 def measured_workspace_bytes(call: OpCall, counter: MemoryCounter) -> int | None:
     """Return what a call takes beside its results; ``None`` where it cannot be made, or is too large to be.
 
@@ -60,9 +66,7 @@ def measured_workspace_bytes(call: OpCall, counter: MemoryCounter) -> int | None
     function, args, kwargs, result_bytes = call
     if not isinstance(function, torch._ops.OpOverload) or function.namespace != "aten":
         return None
-    fakes = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
-    given_bytes = sum(storage_elements(v) * v.element_size() for v in fakes)
-    if given_bytes + result_bytes > _MOST_BYTES:
+    if given_bytes(call) + result_bytes > _MOST_BYTES:
         return None
     real_args, real_kwargs = pytree.tree_map_only(
         torch.Tensor, made_up, (tuple(args), dict(kwargs))

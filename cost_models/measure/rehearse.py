@@ -75,10 +75,11 @@ def mean_undisturbed(times_s: list[float]) -> float:
     return sum(kept) / len(kept)
 
 
-def made_up(value: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the shape and strides of ``value``: ones, zeros where they may be indices."""
+def made_up(value: torch.Tensor, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Return a tensor on ``device`` with the shape and strides of ``value``: ones, zeros where they may be indices."""
     is_index = not (value.dtype.is_floating_point or value.dtype.is_complex)
-    flat = torch.full((storage_elements(value),), 0 if is_index else 1, dtype=value.dtype)
+    fill = 0 if is_index else 1
+    flat = torch.full((storage_elements(value),), fill, dtype=value.dtype, device=device)
     return flat.as_strided(value.shape, value.stride())
 
 

@@ -1,6 +1,7 @@
 """What ops really allocate beside their results, where no formula says: measured, or learnt from runs; remembered.
 
-A plan reserves the most that formulas, measurements and runs know. What runs teach makes cached plans outdated.
+Formulas are of the processor's kernels: on this machine's GPU every kind of op is measured. A plan reserves the most
+that formulas, measurements and runs know. What runs teach makes cached plans outdated.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,10 +26,11 @@ from gascompile.core.errors import BudgetExceededError, StorageError
 from gascompile.core.machine import Machine
 from gascompile.core.program import Program, op_name
 from gascompile.core.tiles import base_name
-from gascompile.core.workload import OpSpec
+from gascompile.core.workload import Workload
 from gascompile.runtime.kernels import onednn
 
 if TYPE_CHECKING:
+    from gascompile.cost_models.measure.op_memory import OpCall
     from gascompile.passes.graph.annotate import Annotation
 
 _log = logging.getLogger("gascompile")
@@ -39,11 +41,13 @@ _SMALL_BYTES = 256
 """Of scalars."""
 _LIMIT_S = 2.0
 """For the measurements of one program."""
+_DEVICE_LIMIT_S = 5.0
+"""For those on a GPU, where the first call of each kernel loads it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Known:
-    """Bytes by kind of op, on this processor with this torch."""
+    """Bytes by kind of op, on this processor and on GPUs, with this torch."""
 
     measured: Mapping[str, int] = field(default_factory=dict)
     learnt: Mapping[str, int] = field(default_factory=dict)
@@ -70,30 +74,79 @@ def annotate_memory(
     sites: Sequence[str] = (),
     parts: bool = False,
 ) -> Annotation:
-    """Annotate ``program`` with the workspace that its ops are known to take on this processor.
+    """Annotate ``program`` with the workspace that its ops are known to take on this processor, or on its GPU.
 
     Under an autocast all ops stay on the tier that computes, whatever ``sites`` there are.
 
-    What no formula bounds is measured on made-up values: up to two seconds and 256 MiB, once per kind of op.
+    What no formula bounds is measured on made-up values: up to two seconds and 256 MiB, once per kind of op. On a
+    GPU all ops are: up to five seconds and 4 GiB, and no more than half of the memory that is free there.
     """
     from gascompile.codegen.allocator_library import await_building
-    from gascompile.machines.op_times import computes_here
+    from gascompile.machines.op_times import computes_here, computes_on_gpu
     from gascompile.passes.graph.annotate import annotate
 
     # An autocast is of one thread alone.
     if has_autocast():
         sites, parts = (), False
     annotation = annotate(program, machine, sites=sites, parts=parts)
+    if computes_on_gpu(machine):
+        sizes = device_bytes(annotation.kinds, annotation.calls, machine, config.cache_dir)
+        return replace(annotation, workload=reserving(annotation.workload, sizes))
     if not computes_here(machine):
         return annotation
     # Ops are timed from here on, which no compiler may disturb.
     await_building()
-    known = _with_measured(annotation, config.cache_dir)
-    sizes = {op: known.bytes(_kind(annotation.kinds, op)) for op in annotation.kinds}
+    known = _with_measured(annotation, machine, config.cache_dir)
+    sizes = {op: known.bytes(_kind(annotation.kinds, op, machine)) for op in annotation.kinds}
     if has_other_products(config, machine):
         _add_products(sizes, program)
-    ops = tuple(_reserving(op, sizes.get(op.name, 0)) for op in annotation.workload.ops)
-    return replace(annotation, workload=replace(annotation.workload, ops=ops))
+    return replace(annotation, workload=reserving(annotation.workload, sizes))
+
+
+def device_bytes(
+    kinds: Mapping[str, str], calls: Mapping[str, OpCall], machine: Machine, cache_dir: Path
+) -> dict[str, int]:
+    """Return the bytes by op that are known of ``kinds`` on this machine's GPU; those missing are measured there.
+
+    Ops that the GPU refuses, or has no memory for, are left out: formulas have to do.
+
+    Args:
+        kinds: what the workspace of each op depends on, by its name.
+        calls: the ops themselves.
+        machine: this one, with its GPU.
+        cache_dir: where figures are remembered.
+    """
+    from gascompile.machines.device_calls import device_ops, on_device
+
+    known = _read(cache_dir)
+    names = {op: _kind(kinds, op, machine) for op in kinds}
+    missing = {names[op]: call for op, call in calls.items() if names.get(op)}
+    # Last those whose kernels may have to be compiled first.
+    calls_of_torch_first = sorted(missing.items(), key=lambda item: not _is_of_torch(item[1]))
+    missing = {kind: call for kind, call in calls_of_torch_first if kind not in known.measured}
+    if missing:
+        with device_ops() as ops:
+            known = _measuring(
+                known,
+                missing,
+                lambda call: ops.workspace_bytes(on_device(call, ops.device)),
+                limit_s=_DEVICE_LIMIT_S,
+                cache_dir=cache_dir,
+            )
+    return {op: known.bytes(name) for op, name in names.items()}
+
+
+def _is_of_torch(call: OpCall) -> bool:
+    return str(call.function).startswith("aten")
+
+
+def reserving(workload: Workload, sizes: Mapping[str, int]) -> Workload:
+    """Return ``workload`` with workspaces of at least the bytes in ``sizes``, by op."""
+    ops = tuple(
+        replace(op, workspace_bytes=max(op.workspace_bytes, sizes.get(op.name, 0)))
+        for op in workload.ops
+    )
+    return replace(workload, ops=ops)
 
 
 def _add_products(sizes: dict[str, int], program: Program) -> None:
@@ -124,7 +177,7 @@ def unknown_ops(annotation: Annotation, machine: Machine, cache_dir: Path) -> tu
     missing = {
         str(call.function)
         for op, call in annotation.unproven.items()
-        if _kind(annotation.kinds, op) not in {*known.measured, *known.learnt}
+        if _kind(annotation.kinds, op, machine) not in {*known.measured, *known.learnt}
     }
     if missing:
         names = ", ".join(sorted(missing))
@@ -138,7 +191,7 @@ def remember(
     """Keep what a stopped run has taught about its op for the next plan; False where it taught nothing."""
     from gascompile.passes.graph.annotate import annotate
 
-    kind = _kind(annotate(program, machine).kinds, error.op)
+    kind = _kind(annotate(program, machine).kinds, error.op, machine)
     if not kind:
         return False
     learn(kind, error.real_bytes, cache_dir)
@@ -170,22 +223,24 @@ def lacks_memory(bundle: Bundle, *, cache_dir: Path) -> str:
     plan = bundle.plan
     kinds = annotate(bundle.program, plan.machine).kinds
     for op in plan.workload.ops:
-        if learnt.get(_kind(kinds, op.name), 0) > op.workspace_bytes:
+        if learnt.get(_kind(kinds, op.name, plan.machine), 0) > op.workspace_bytes:
             return f"op '{op.name}' was found to take more than it reserves"
     return ""
 
 
-def _kind(kinds: Mapping[str, str], op: str) -> str:
-    """Return what an op's workspace depends on; per-thread buffers are part of it."""
+def _kind(kinds: Mapping[str, str], op: str, machine: Machine) -> str:
+    """Return what an op's workspace depends on; per-thread buffers are part of it, and whose kernels run."""
     kind = kinds.get(base_name(op))
-    return f"{kind} threads={torch.get_num_threads()}{cast_suffix()}" if kind else ""
+    if not kind:
+        return ""
+    where = f"threads={torch.get_num_threads()}"
+    if machine.compute_backend == "cuda":
+        # Which kernel computes a product depends on how exact it has to be.
+        where = f"on {machine.name} precision={torch.get_float32_matmul_precision()}"
+    return f"{kind} {where}{cast_suffix()}"
 
 
-def _reserving(op: OpSpec, size_bytes: int) -> OpSpec:
-    return replace(op, workspace_bytes=max(op.workspace_bytes, size_bytes))
-
-
-def _with_measured(annotation: Annotation, cache_dir: Path) -> _Known:
+def _with_measured(annotation: Annotation, machine: Machine, cache_dir: Path) -> _Known:
     from gascompile.codegen.allocator_library import allocation_counter
     from gascompile.cost_models.measure.op_memory import measured_workspace_bytes
 
@@ -193,13 +248,35 @@ def _with_measured(annotation: Annotation, cache_dir: Path) -> _Known:
     counter = allocation_counter(cache_dir) if annotation.unproven else None
     if counter is None:
         return known
-    new: dict[str, int] = {}
-    stop = time.perf_counter() + _LIMIT_S
+    calls: dict[str, OpCall] = {}
     for op, call in annotation.unproven.items():
-        kind = _kind(annotation.kinds, op)
-        if kind in known.measured or kind in new or time.perf_counter() > stop:
-            continue
-        size_bytes = measured_workspace_bytes(call, counter)
+        kind = _kind(annotation.kinds, op, machine)
+        if kind not in known.measured:
+            calls.setdefault(kind, call)
+    return _measuring(
+        known,
+        calls,
+        lambda call: measured_workspace_bytes(call, counter),
+        limit_s=_LIMIT_S,
+        cache_dir=cache_dir,
+    )
+
+
+def _measuring(
+    known: _Known,
+    calls: Mapping[str, OpCall],
+    measure: Callable[[OpCall], int | None],
+    *,
+    limit_s: float,
+    cache_dir: Path,
+) -> _Known:
+    """Return what is known with what ``measure`` finds of ``calls``, by kind, until the time is over; keep it."""
+    new: dict[str, int] = {}
+    stop = time.perf_counter() + limit_s
+    for kind, call in calls.items():
+        if time.perf_counter() > stop:
+            break
+        size_bytes = measure(call)
         if size_bytes is not None:
             new[kind] = size_bytes
     if not new:

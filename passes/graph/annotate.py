@@ -29,6 +29,8 @@ class Annotation:
     """Kernels that no formula covers; their time counts the bytes they touch and nothing else."""
     kinds: Mapping[str, str] = field(default_factory=dict)
     """What the workspace of each op depends on, by its name."""
+    calls: Mapping[str, OpCall] = field(default_factory=dict)
+    """Ops that compute, by name; on fake tensors of the processor, as they were captured."""
     unproven: Mapping[str, OpCall] = field(default_factory=dict)
     """Ops whose workspace no formula bounds, by name."""
     returned: frozenset[str] = frozenset()
@@ -83,6 +85,7 @@ def annotate(
         workload=workload,
         unknown_ops=tuple(unknown),
         kinds={op.name: op.kind for op in facts.ops if op.kind},
+        calls={op.name: op.call for op in facts.ops if op.call is not None},
         unproven={op.name: op.unproven for op in facts.ops if op.unproven is not None},
         returned=facts.outputs,
     )

@@ -51,6 +51,8 @@ class OpFacts:
     """Whether what it returns is of the dtype of all that it is given; under autocast it need not be."""
     features: int = 0
     """Size of the last dimension of its result, where all that it is given is of the same shape and dtype."""
+    call: OpCall | None = None
+    """The op itself where it computes."""
     unproven: OpCall | None = None
     """The op itself where one of its kernels may take more than formulas know."""
 

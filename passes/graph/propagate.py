@@ -198,6 +198,7 @@ def _run_node(
     if recorder.leaves:
         facts.workspace_bytes += SCALAR_BYTES
         facts.kind = op_kind(node.target, args, kwargs)
+        facts.call = OpCall(node.target, args, dict(kwargs), own_bytes)
     if not recorder.is_proven:
         facts.unproven = OpCall(node.target, args, dict(kwargs), own_bytes)
     return facts

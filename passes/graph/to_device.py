@@ -7,6 +7,7 @@ inputs carry their own device and are placed by whoever runs the program.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -53,21 +54,34 @@ def _retarget(node: fx.Node, target: torch.device) -> None:
             "capture the model from its module instead of from a lowered program"
         )
 
+    args, kwargs = retargeted(node.target, node.args, node.kwargs, target)
+    node.args, node.kwargs = tuple(args), dict(kwargs)
+
+
+def retargeted(
+    function: object, args: Sequence[Any], kwargs: Mapping[str, Any], target: torch.device
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Return the arguments of a call of ``function`` with every device that they name, or mean, set to ``target``.
+
+    Tensors among them stay where they are.
+    """
+
     def moved(value: Any) -> Any:
         return target if isinstance(value, torch.device) and value.type == "cpu" else value
 
-    node.args = fx.node.map_aggregate(node.args, moved)
-    node.kwargs = fx.node.map_aggregate(node.kwargs, moved)
-    schema = getattr(node.target, "_schema", None)
+    args = fx.node.map_aggregate(tuple(args), moved)
+    kwargs = dict(fx.node.map_aggregate(dict(kwargs), moved))
+    schema = getattr(function, "_schema", None)
     if schema is None:
-        return
+        return args, kwargs
     named = {argument.name for argument in schema.arguments}
-    if node.kwargs.get("pin_memory"):
+    if kwargs.get("pin_memory"):
         # Only memory of the processor can be pinned.
-        node.update_kwarg("pin_memory", False)
+        kwargs["pin_memory"] = False
     takes_tensors = any("Tensor" in str(argument.type) for argument in schema.arguments)
-    given = node.kwargs.get("device") is not None or any(
-        isinstance(value, torch.device) for value in node.args
+    given = kwargs.get("device") is not None or any(
+        isinstance(value, torch.device) for value in args
     )
     if "device" in named and not takes_tensors and not given:
-        node.update_kwarg("device", target)
+        kwargs["device"] = target
+    return args, kwargs

@@ -27,8 +27,9 @@ from gascompile.core.workload import Workload
 from gascompile.distributed.ladder import Ladder
 from gascompile.distributed.together import TimedTogether
 from gascompile.machines.busy import warned_if_busy
-from gascompile.machines.op_memory import learn, learnt_bytes
-from gascompile.machines.op_times import computes_here, keep_times
+from gascompile.machines.device_calls import calls_of
+from gascompile.machines.op_memory import device_bytes, learn, learnt_bytes, reserving
+from gascompile.machines.op_times import computes_here, computes_on_gpu, device_times, keep_times
 from gascompile.machines.resolve import step_times_path, this_machine_name
 from gascompile.runtime.memory.pages import Pages
 from gascompile.training.optimizers import rank_ops
@@ -92,6 +93,10 @@ def costed_workload(
     costed = workload
     if computes_here(machine):
         costed = with_costs(workload, costs, device=machine.compute_tier)
+    if computes_on_gpu(machine):
+        # Ranks that share a device would time each other.
+        is_timed = together is None
+        costed = _on_device(workload, program.program, machine, cache_dir, is_timed=is_timed)
     for site in sites:
         able = {op.name for op in workload.ops if site in op.time_s}
         there = {name: cost for name, cost in costs.items() if name in able}
@@ -118,6 +123,25 @@ def learnt_digest(cache_dir: Path) -> str:
     """Return a digest of what stopped steps have taught: plans from before it are of no use."""
     learnt = learnt_bytes(cache_dir)
     return serial.digest({call: learnt[call] for call in learnt if _OF_STEP.match(call)})
+
+
+def _on_device(
+    workload: Workload, program: Program, machine: Machine, cache_dir: Path, *, is_timed: bool
+) -> Workload:
+    """Return ``workload`` with the scratch memory that its ops were found to take on this machine's GPU.
+
+    With ``is_timed`` also with their seconds, where a step takes so long that they matter.
+    """
+    calls = calls_of(node for node in program.op_nodes() if _kind(node) is not None)
+    kinds = {node.name: _call(node) for node in program.op_nodes() if node.name in calls}
+    found = reserving(workload, device_bytes(kinds, calls, machine, cache_dir))
+    tier = machine.compute_tier
+    if not is_timed or sum(op.time_s[tier] for op in found.ops) < _WORTH_S:
+        return found
+    costly = sorted(found.ops, key=lambda op: -op.time_s[tier])
+    kinds = {op.name: kinds[op.name] for op in costly if op.name in kinds}
+    times_s = device_times(kinds, calls, machine, cache_dir)
+    return with_costs(found, {op: OpCost(s, 0) for op, s in times_s.items()}, device=tier)
 
 
 def _with_learnt(workload: Workload, program: Program, cache_dir: Path) -> Workload:
