@@ -20,9 +20,8 @@ FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
 _WIDEST = 256  # heads that flash attention takes
 _ROWS_TOGETHER = 32  # memory-efficient attention has its sums for whole groups of rows
-_ALIGNED = (
-    16  # elements in a row of a mask, and bytes in one of a head, for memory-efficient attention
-)
+_ALIGNED = 16
+"""Elements in a row of a mask, and bytes in one of a head, for memory-efficient attention."""
 _HALVES = (torch.float16, torch.bfloat16)
 
 _aten: Any = torch.ops.aten

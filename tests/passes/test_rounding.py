@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from gascompile.core.budget import Budget
-from gascompile.core.machine import Machine
+from gascompile.core.machine import Machine, Place
 from gascompile.core.sizes import MIB
 from gascompile.core.workload import OpSpec, TensorKind, TensorSpec, Workload
 from gascompile.passes.model.rounding import rounding_bytes
@@ -17,7 +17,7 @@ from tests.training.devices import EMULATED
 
 Names = tuple[str, ...]
 ALL = Budget()
-CUDA: Machine = replace(EMULATED, backend="cuda")
+CUDA: Machine = replace(EMULATED, backend="cuda").with_place(Place.named("gpu", 1 << 40))
 
 
 def workload(sizes: dict[str, int], ops: Sequence[tuple[Names, Names]]) -> Workload:

@@ -11,8 +11,8 @@ from gascompile.core.errors import Demand
 from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
 from gascompile.core.workload import PERSISTENT, TensorKind, Workload
-from gascompile.passes.plan.make_plan import make_plan
 from gascompile.passes.model.rounding import rounding_bytes
+from gascompile.passes.plan.make_plan import make_plan
 from gascompile.passes.plan.within_host import within_host
 from gascompile.runtime.memory.host_slots import HOST_BYTES
 from gascompile.runtime.memory.lasting_accounts import with_host
