@@ -112,6 +112,11 @@ def weight_bytes(shape: dict[str, int]) -> int:
     return sum(p.numel() * p.element_size() for p in empty_llama(shape).parameters())
 
 
+def embedding_bytes(shape: dict[str, int]) -> int:
+    """Return the bytes of the table of embeddings in bfloat16; it shares none with the last layer."""
+    return 2 * shape["vocab_size"] * shape["hidden_size"]
+
+
 def _write_shard(folder: Path, shard: dict[str, torch.Tensor], weight_map: dict[str, str]) -> None:
     file = f"model-{len(set(weight_map.values())) + 1:05d}.safetensors"
     save_file(shard, folder / file, metadata={"format": "pt"})

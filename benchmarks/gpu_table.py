@@ -50,7 +50,7 @@ def render(result: dict[str, Any], source: str) -> str:
         for row in job.get("rows", ())
     ]
     failed = [
-        f"{_NAMES[job['contender']]} with weights in {_WHERE[name]} gave no figure: {job['failed']}."
+        f"{_NAMES[job['contender']]} with weights in {_WHERE[name]} gave no {_more(job)}: {job['failed']}."
         for name, section in result["sections"].items()
         for job in section["contenders"]
         if "failed" in job
@@ -72,6 +72,10 @@ def _setting(result: dict[str, Any], source: str) -> str:
         f"room for and the plan's own limit. Medians of {result['runs']} steps, measured on {result['date']}: "
         f"[{source}]({source})."
     )
+
+
+def _more(job: dict[str, Any]) -> str:
+    return "more figures" if job.get("rows") else "figure"
 
 
 def _row(section: str, job: dict[str, Any], row: dict[str, Any]) -> list[str]:

@@ -36,13 +36,14 @@ def test_a_toy_run_measures_two_contenders_that_agree(
     section = result["sections"]["memory"]
     ours, theirs = section["contenders"]
     assert ours["contender"], theirs["contender"] == ("gascompile", "accelerate")
+    table_bytes = gpu_models.embedding_bytes(gpu_models.SHAPES["toy"])
     for found in ours["rows"]:
         assert found["machine"].startswith("emulated")
         assert found["measured_peak_bytes"] <= found["budget_bytes"] == 1 << 20
         # With a budget only what pays within the default number of runs is compiled.
         assert found["fused"]["num_all_ops"] > found["fused"]["num_ops"] >= 0
         assert found["link_limit_s"] == pytest.approx(
-            (ours["weight_bytes"] - (1 << 20)) / result["link"]["bytes_per_s"]
+            (ours["weight_bytes"] - table_bytes - (1 << 20)) / result["link"]["bytes_per_s"]
         )
         # What does not fit was moved.
         assert sum(found["link_bytes"].values()) >= ours["weight_bytes"] - found["budget_bytes"]
@@ -62,16 +63,22 @@ def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "needs no_such_library:" in str(gpu.missing(machine="emulated"))
 
 
+LITTLE: dict[str, Any] = {
+    "shape": "toy",
+    "weight_bytes": 100 + gpu_models.embedding_bytes(gpu_models.SHAPES["toy"]),
+}
+
+
 def test_limits_by_hand() -> None:
     ours = row(1, 0.5, budget_bytes=60, measured_peak_bytes=60, limit_s=0.2, budget="60B")
-    found = gpu.with_limits({"weight_bytes": 100, "rows": [dict(ours)]}, 100.0)["rows"][0]
+    found = gpu.with_limits({**LITTLE, "rows": [dict(ours)]}, 100.0)["rows"][0]
     assert (found["link_limit_s"], found["share_of_limit"]) == (0.4, 0.8)
     assert found["keeps_budget"]
-    on_disk = {"weight_bytes": 100, "rows": [dict(ours)], "disk": True}
+    on_disk = {**LITTLE, "rows": [dict(ours)], "disk": True}
     found = gpu.with_limits(on_disk, 100.0)["rows"][0]
     assert "link_limit_s" not in found and found["share_of_limit"] == 0.4
     above = {**ours, "allocated_peak_bytes": 61}
-    found = gpu.with_limits({"weight_bytes": 100, "rows": [above]}, 100.0)["rows"][0]
+    found = gpu.with_limits({**LITTLE, "rows": [above]}, 100.0)["rows"][0]
     assert not found["keeps_budget"]
 
 
