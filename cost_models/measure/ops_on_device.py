@@ -85,6 +85,9 @@ class OpsOnDevice:
                 return measure(call)
         except torch.OutOfMemoryError:
             is_full = True
+        except torch.AcceleratorError:
+            # The device gives up: whatever is asked of it next fails, too.
+            raise
         except _REFUSALS:
             is_full = False
         if is_full:

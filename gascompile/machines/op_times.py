@@ -111,7 +111,9 @@ def device_times(
     Raises:
         StorageError: ``cache_dir`` cannot be made.
     """
-    names = {op: f"{kind}{cast_suffix()} on the GPU" for op, kind in kinds.items()}
+    # Which kernel computes a product depends on how exact it has to be.
+    where = f"{cast_suffix()} precision={torch.get_float32_matmul_precision()} on the GPU"
+    names = {op: f"{kind}{where}" for op, kind in kinds.items()}
     path = op_times_path(cache_dir)
     known = remembered(path, _FORMAT, "the remembered op times", _seconds) or {}
     missing = {names[op]: calls[op] for op in kinds if op in calls and names[op] not in known}

@@ -9,8 +9,8 @@ Shapes: query ``[batch, heads, rows, width]``, key and value ``[batch, key heads
 
 from __future__ import annotations
 
-import functools
 import math
+import threading
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,10 @@ _ROWS_TOGETHER = 32  # memory-efficient attention has its sums for whole groups 
 _ALIGNED = 16
 """Elements in a row of a mask, and bytes in one of a head, for memory-efficient attention."""
 _HALVES = (torch.float16, torch.bfloat16)
+
+_TURN = threading.Lock()
+_LIBRARIES: list[torch.library.Library] = []
+"""What ``install`` has registered, for as long as it lives."""
 
 _aten: Any = torch.ops.aten
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -67,10 +71,11 @@ class AttentionCall(NamedTuple):
         """Return the mask as memory-efficient attention reads it."""
         if self.mask is None:
             return None
-        columns = self.key.shape[-2]
-        bias = self.mask.to(self.query.dtype).expand(*self.mask.shape[:-1], columns)
-        more = -columns % _ALIGNED
-        bias = functional.pad(bias, (0, more))[..., :columns] if more else bias.contiguous()
+        columns, least = self.key.shape[-2], torch.finfo(self.query.dtype).min
+        # The least number of a wider type is no infinity: a row of it still has shares.
+        finite = self.mask.clamp(min=least).masked_fill(self.mask.isneginf(), -math.inf)
+        bias = finite.to(self.query.dtype).expand(*self.mask.shape[:-1], columns)
+        bias = functional.pad(bias, (0, -columns % _ALIGNED))[..., :columns]
         return bias.expand(*self.query.shape[:-1], columns)
 
     def scores(self) -> torch.Tensor:
@@ -85,13 +90,15 @@ class AttentionCall(NamedTuple):
         return scores
 
 
-@functools.cache
-def install() -> torch.library.Library:
+def install() -> None:
     """Give the ops their kernels for CUDA, in this process; does so once."""
-    library = torch.library.Library("aten", "IMPL")
-    library.impl(FORWARD, forward, "CUDA")
-    library.impl(BACKWARD, backward, "CUDA")
-    return library
+    with _TURN:
+        if _LIBRARIES:
+            return
+        library = torch.library.Library("aten", "IMPL")
+        library.impl(FORWARD, forward, "CUDA")
+        library.impl(BACKWARD, backward, "CUDA")
+        _LIBRARIES.append(library)
 
 
 def forward(
@@ -117,7 +124,7 @@ def forward(
         )
     else:
         out, sums = _by_products(call)
-    return _by_rows(out), _by_rows(sums[..., : query.shape[-2]].float())
+    return _like(out, query), _by_rows(sums[..., : query.shape[-2]].float())
 
 
 def backward(
@@ -136,6 +143,7 @@ def backward(
     """Return the gradients of query, key and value, from what ``forward`` returned."""
     _require_no_dropout(dropout_p)
     call = _call(query, key, value, is_causal, attn_mask, scale)
+    grad_out = _like(grad_out, out)
     if call.is_for_flash:
         found = _flash_backward(call, grad_out, out, logsumexp)
     elif call.is_for_efficient:
@@ -212,11 +220,19 @@ def _call(
     mask: torch.Tensor | None,
     scale: float | None,
 ) -> AttentionCall:
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -math.inf)
     repeats = query.shape[1] // max(key.shape[1], 1)
-    if repeats != 1:
+    if repeats > 1:
         key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     return AttentionCall(query, key, value, is_causal, mask, scale)
+
+
+def _like(values: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return values that lie in memory as another tensor of their shape does."""
+    wanted = torch.empty_like(other)
+    return values if values.stride() == wanted.stride() else wanted.copy_(values)
 
 
 def _by_rows(values: torch.Tensor) -> torch.Tensor:

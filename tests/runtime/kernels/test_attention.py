@@ -16,10 +16,16 @@ _OF_CPU = getattr(_ATEN, attention.FORWARD), getattr(_ATEN, attention.BACKWARD)
 
 
 def operands(
-    rows: int, columns: int, width: int, *, heads: int = 4, dtype: torch.dtype = torch.float32
+    rows: int,
+    columns: int,
+    width: int,
+    *,
+    heads: int = 4,
+    dtype: torch.dtype = torch.float32,
+    by_heads: bool = False,
 ) -> list[torch.Tensor]:
     made = [torch.randn(2, n, heads, width).transpose(1, 2) for n in (rows, columns, columns, rows)]
-    return [x.to(dtype) for x in made]
+    return [x.contiguous().to(dtype) if by_heads else x.to(dtype) for x in made]
 
 
 def masks(rows: int, columns: int, kind: str) -> torch.Tensor | None:
@@ -71,16 +77,23 @@ def check(
     kind=st.sampled_from(["none", "rows and columns", "all", "columns"]),
     is_causal=st.booleans(),
     scale=st.sampled_from([None, 0.3]),
+    by_heads=st.booleans(),
 )
 def test_products_equal_the_processors_kernel(
-    rows: int, columns: int, width: int, kind: str, is_causal: bool, scale: float | None
+    rows: int,
+    columns: int,
+    width: int,
+    kind: str,
+    is_causal: bool,
+    scale: float | None,
+    by_heads: bool,
 ) -> None:
     # The processor takes no other mask beside a causal one.
     mask = None if is_causal else masks(rows, columns, kind)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("is_for_flash", "is_for_efficient"):
             patch.setattr(attention.AttentionCall, name, property(lambda _: False))
-        q, k, v, grad = operands(rows, columns, width)
+        q, k, v, grad = operands(rows, columns, width, by_heads=by_heads)
         check(q, k, v, grad, "cpu", is_causal=is_causal, mask=mask, scale=scale)
 
 
@@ -91,10 +104,11 @@ def test_products_equal_the_processors_kernel(
     [(64, 64, 64), (33, 33, 32), (7, 50, 16), (50, 7, 16), (5, 5, 3), (1, 1, 8)],
 )
 @pytest.mark.parametrize("kind", ["none", "causal", "rows and columns", "all", "columns"])
+@pytest.mark.parametrize("by_heads", [False, True], ids=["by rows", "by heads"])
 def test_kernels_of_a_gpu_equal_the_processors(
-    rows: int, columns: int, width: int, kind: str, dtype: torch.dtype
+    rows: int, columns: int, width: int, kind: str, dtype: torch.dtype, by_heads: bool
 ) -> None:
-    q, k, v, grad = operands(rows, columns, width, dtype=dtype)
+    q, k, v, grad = operands(rows, columns, width, dtype=dtype, by_heads=by_heads)
     mask = None if kind == "causal" else masks(rows, columns, kind)
     mask = None if mask is None else mask.to(dtype)
     atol = 1e-3 if dtype == torch.float32 else 3e-2
@@ -148,6 +162,26 @@ def test_rows_of_masks_are_aligned() -> None:
     assert torch.equal(bias, mask.expand(2, 4, 3, 5))
     assert bias.stride(-1) == 1
     assert bias.stride(0) % 16 == 0
+
+
+def test_masks_of_wider_types_stay_finite() -> None:
+    q, k, v, _ = operands(2, 3, 8, dtype=torch.float16)
+    mask = torch.tensor([[0.0, -3.4e38, -torch.inf], [-1e5, -1e5, -1e5]])
+    bias = attention.AttentionCall(q, k, v, is_causal=False, mask=mask, scale=1.0).bias()
+    assert bias is not None
+    least = torch.finfo(torch.float16).min
+    wanted = torch.tensor([[0.0, least, -torch.inf], [least] * 3], dtype=torch.float16)
+    assert torch.equal(bias, wanted.expand(2, 4, 2, 3))
+    assert bias.data_ptr() % 16 == 0
+
+
+def test_masks_of_what_is_kept() -> None:
+    q, k, v, _ = operands(3, 5, 3)
+    kept = torch.rand(3, 5) < 0.6
+    kept[:, 0] = True
+    added = torch.zeros(3, 5).masked_fill(~kept, -torch.inf)
+    found = attention.forward(q, k, v, attn_mask=kept)
+    compare(found, _OF_CPU[0](q, k, v, attn_mask=added), 2e-5)
 
 
 def test_a_part_of_wider_rows_has_strides_of_its_own() -> None:
