@@ -71,7 +71,7 @@ def plan_on_device(
     Raises:
         InfeasiblePlanError: what bytes pass through on their way to the device is more than the host may give.
     """
-    inputs_bytes = placed_bytes(workload, machine) + rounding_bytes(workload, machine, budget)
+    inputs_bytes = placed_bytes(workload, machine) + rounding_bytes(workload, machine)
     if room_bytes := graphs_room_bytes(workload, machine, budget):
         with contextlib.suppress(InfeasiblePlanError):
             with_room = partial(make, inputs_bytes + room_bytes)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from gascompile.core.budget import Budget
 from gascompile.core.machine import Machine
 from gascompile.core.sizes import MIB
 from gascompile.core.workload import Workload
@@ -18,17 +17,16 @@ _BLOCK_BYTES = 512
 """Every block is a multiple of it."""
 _OF_AN_OP_BYTES = 8 * _BLOCK_BYTES
 """Of tensors that an op has of its own, whose sum is known."""
-_LARGE_SHARE = 1 / 64
-"""Of the budget, at most, is left for large blocks: values of one size find each other's blocks, which fit."""
+_MOST_LARGE = 32
+"""Large blocks that are looser than their values, at most: values of one size find each other's, which fit."""
 
 
-def rounding_bytes(workload: Workload, machine: Machine, budget: Budget) -> int:
+def rounding_bytes(workload: Workload, machine: Machine) -> int:
     """Return how much more the allocator may count than a plan does; 0 for machines that count every byte.
 
     Args:
         workload: whose activations are alive from the op that makes them to the last that reads them, all else always.
         machine: what computes.
-        budget: of all places.
     """
     if machine.compute_backend != "cuda" or not workload.ops:
         return 0
@@ -39,9 +37,6 @@ def rounding_bytes(workload: Workload, machine: Machine, budget: Budget) -> int:
         is_large = tensor.size_bytes >= MIB
         for i, sign in ((span.start, 1), (span.stop, -1)):
             cut[i] += sign * (-tensor.size_bytes % _BLOCK_BYTES)
-            kept[i] += sign * is_large * MIB
-    large_bytes = max(accumulate(kept))
-    limit_bytes = budget.limits_bytes(machine).get(machine.compute_tier)
-    if limit_bytes is not None:
-        large_bytes = min(large_bytes, int(limit_bytes * _LARGE_SHARE))
+            kept[i] += sign * is_large
+    large_bytes = min(max(accumulate(kept)), _MOST_LARGE) * MIB
     return max(accumulate(cut)) + _OF_AN_OP_BYTES + large_bytes

@@ -6,7 +6,7 @@ a note of the host's, so it is put off to the end of the group that it falls int
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,12 +48,15 @@ class Group:
         return f"'{names[0]}' to '{names[-1]}'" if names else "copies of outputs"
 
 
-def divide(schedule: RunSchedule, refused: Mapping[int, str]) -> list[Group | RunStep]:
+def divide(
+    schedule: RunSchedule, refused: Mapping[int, str], copying: Collection[int] = ()
+) -> list[Group | RunStep]:
     """Return the steps of ``schedule`` after its first run, with those that a graph can hold in groups.
 
     Args:
         schedule: what runs op by op.
         refused: by their index, why steps that look as if a graph could hold them cannot be in one.
+        copying: indices of steps that look like views and make copies, as ``contiguous`` may.
     """
     parts: list[Group | RunStep] = []
     group: Group | None = None
@@ -87,10 +90,14 @@ def divide(schedule: RunSchedule, refused: Mapping[int, str]) -> list[Group | Ru
         group.entries += [slot for slot in dict.fromkeys(reads) if slot in outside]
         # From now on they lie where graphs find them.
         outside.difference_update((*reads, step.result))
-        group.steps.append(step)
+        group.steps.append(_launching(step) if i in copying else step)
         made_in[step.result] = group
     _leave(schedule.outputs, made_in)
     return [*parts, *put_off]
+
+
+def _launching(step: RunStep) -> RunStep:
+    return step._replace(trait=step.trait._replace(launches=True))
 
 
 def more_bytes(parts: Sequence[Group | RunStep], sizes: Mapping[int, int]) -> int:

@@ -45,7 +45,7 @@ class Trait(NamedTuple):
     host: str = UNKNOWN
     """Why no graph can hold it; empty where one can."""
     launches: bool = True
-    """Whether it may give the device something to do; a view does not."""
+    """Whether it may give the device something to do; a view does not, but for one that turns out to be a copy."""
     name: str = ""
     """Of the op, for messages."""
     num_ops: int = 0
@@ -101,6 +101,12 @@ def value_reason(trait: Trait, values: Sequence[Value], result: Value, device: t
     if trait.indexes and any(t.dtype in (torch.bool, torch.uint8) for t in _indices(values)):
         return MASK
     return ""
+
+
+def makes_memory(values: Sequence[Value], result: Value) -> bool:
+    """Return whether a call that was just made returned anything in other memory than it was given."""
+    given = {tensor.untyped_storage()._cdata for tensor in tensors_in(values)}
+    return any(t.untyped_storage()._cdata not in given for t in tensors_in((result,)))
 
 
 def tensors_in(values: Sequence[Value]) -> list[torch.Tensor]:

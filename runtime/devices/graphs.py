@@ -33,7 +33,7 @@ from gascompile.runtime.devices.graph_groups import (
     pool_bytes,
 )
 from gascompile.runtime.devices.graph_replay import Entries, Replay
-from gascompile.runtime.devices.graph_rules import tensors_in, value_reason
+from gascompile.runtime.devices.graph_rules import makes_memory, tensors_in, value_reason
 from gascompile.runtime.protocols import Graphs
 from gascompile.runtime.run.schedule import RunSchedule, RunStep
 from gascompile.runtime.run.session import Session
@@ -78,6 +78,8 @@ class GraphRuns:
         self._at_hand: tuple[Signature, list[tuple[torch.Tensor, int]]] = ((), [])
         self._surveyed: Signature | None = None
         self._refused: dict[int, str] = {}
+        self._copying: set[int] = set()
+        """Steps that may return what they read as it lies, and made a copy."""
         self._sizes: dict[int, int] = {}
         self._live_bytes = 0
         self._graphs: Graphs | None = None
@@ -180,6 +182,7 @@ class GraphRuns:
 
     def _survey(self) -> RunSchedule:
         self._refused.clear()
+        self._copying.clear()
         steps = [
             step._replace(function=partial(self._observe, i, step.function))
             for i, step in enumerate(self._plain.steps)
@@ -190,6 +193,8 @@ class GraphRuns:
         """Make a step, and note what its values say against a graph."""
         result = function(*values)
         step, arena = self._plain.steps[i], self._session.arena
+        if not step.trait.launches and makes_memory(values, result):
+            self._copying.add(i)
         reason = value_reason(step.trait, values, result, self._device.torch_device)
         if reason and not step.trait.host:
             self._refused[i] = reason
@@ -205,7 +210,7 @@ class GraphRuns:
         here = self._device.torch_device.type
         more = sum(x.nbytes for x, _ in inputs if x.device.type == here)
         more += sum(self._sizes.get(slot, 0) for slot in set(self._plain.outputs))
-        parts = divide(self._plain, self._refused)
+        parts = divide(self._plain, self._refused, self._copying)
         more += more_bytes(parts, self._sizes)
         if any(isinstance(part, RunStep) and part.trait.num_ops for part in parts):
             # Products between graphs work in memory of their own.
@@ -222,7 +227,7 @@ class GraphRuns:
     # ------------------------------------------------------------ the run of the capture
 
     def _begin_capture(self) -> RunSchedule:
-        self._parts = divide(self._plain, self._refused)
+        self._parts = divide(self._plain, self._refused, self._copying)
         graphs = self._device.graphs()
         if graphs is None or not any(isinstance(p, Group) and p.launches for p in self._parts):
             self._stop(

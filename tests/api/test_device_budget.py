@@ -14,6 +14,7 @@ from gascompile.core.checks.machine_files import preset
 from gascompile.core.plan import Plan
 from gascompile.core.sizes import KIB, MIB
 from gascompile.core.workload import TensorKind
+from gascompile.passes.model.rounding import rounding_bytes
 
 GPU, WIDTH, LAYERS = "h200-gen5", 1024, 8
 WEIGHTS_BYTES = LAYERS * WIDTH * WIDTH * 4
@@ -30,6 +31,7 @@ def free_bytes(plan: Plan) -> int:
     """Return what a run op by op leaves of the budget."""
     machine = plan.machine
     taken_bytes = placed_bytes(plan.workload, machine) + machine.library_bytes("gpu")
+    taken_bytes += rounding_bytes(plan.workload, machine)
     return plan.budget_bytes["gpu"] - plan.peak_bytes["gpu"] - taken_bytes
 
 

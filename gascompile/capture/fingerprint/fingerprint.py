@@ -21,6 +21,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
 from gascompile.capture.alone import alone
+from gascompile.capture.fingerprint.library_order import hooks_of_others
 from gascompile.capture.fingerprint.replaced import replaced_functions
 from gascompile.capture.fingerprint.target import target_prints
 from gascompile.capture.fingerprint.value_digest import ValueDigest
@@ -136,15 +137,7 @@ def _feed_model(hasher: ValueDigest, model: nn.Module) -> None:
                 hasher.add("attribute", name)
                 hooks = "_hooks" in name and isinstance(value, dict)
                 where = f"{path}.{name}" if path else name
-                hasher.value(_hooks(value) if hooks else value, where)
-
-
-def _hooks(registered: dict[Any, Any]) -> list[Any]:
-    """Return hooks but for ours: a step that is open has some on its model."""
-    hooks = registered.values()
-    return [
-        hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("gascompile.")
-    ]
+                hasher.value(hooks_of_others(value) if hooks else value, where)
 
 
 def _around(hasher: ValueDigest) -> None:

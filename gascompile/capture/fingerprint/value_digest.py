@@ -29,9 +29,10 @@ from typing import Any
 import numpy
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from gascompile.capture.fingerprint.code_digest import CodeDigest
-from gascompile.capture.fingerprint.library_order import in_one_order
+from gascompile.capture.fingerprint.library_order import hooks_of_others, in_one_order
 
 _ATOMS = (bool, int, float, complex, str, bytes, bytearray)
 _EXACT = {type(None), type(Ellipsis), type(NotImplemented), *_ATOMS}
@@ -224,7 +225,7 @@ class ValueDigest(CodeDigest):
         if self.own is not None and type(value) not in plain:
             self.unknown(f"a {type(value).__qualname__}")
         self.met.append(value)
-        if self.own is not None or value.device.type == "meta" or not value.numel():
+        if self.own is not None or value.is_meta or type(value) is FakeTensor or not value.numel():
             return
         with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
             self._content(value.detach())
@@ -322,9 +323,8 @@ class ValueDigest(CodeDigest):
         for name, item in sorted(fields_of(value).items()):
             if name not in _NOT_STATE:
                 self.add("field", name)
-                # The keys of hooks count all hooks of the process.
                 hooks = "_hooks" in name and isinstance(item, dict)
-                self.value(list(item.values()) if hooks else in_one_order(name, item), name)
+                self.value(hooks_of_others(item) if hooks else in_one_order(name, item), name)
 
 
 def fields_of(value: Any) -> dict[str, Any]:

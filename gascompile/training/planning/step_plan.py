@@ -53,7 +53,7 @@ def step_plan(
     if machine.compute_tier == HOST:
         return made(budget)
     inputs = (t.size_bytes for t in workload.tensors if t.kind is TensorKind.INPUT)
-    placed_bytes = sum(inputs) + rounding_bytes(workload, machine, budget)
+    placed_bytes = sum(inputs) + rounding_bytes(workload, machine)
     return _with_host(partial(made, placed_bytes=placed_bytes), workload, machine, budget)
 
 
