@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.gpu_here import device_here, finish, has_gpu, reset_peak
 from benchmarks.gpu_models import SHAPES, empty_llama, random_weights
 from benchmarks.training_contenders import LEARNING_RATE, Trainer, trainer_of
 
@@ -74,7 +75,7 @@ def main() -> None:
             row = {"failed": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
         print(json.dumps({**given, **row}), flush=True)
         gc.collect()
-        if _has_gpu():
+        if has_gpu():
             # What products work in would count as the next row's.
             torch._C._cuda_clearCublasWorkspaces()
 
@@ -110,13 +111,13 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 
 def eager(options: argparse.Namespace) -> dict[str, Any]:
     """Everything in the GPU's memory, as PyTorch does it."""
-    model = build_model(options.shape).to(_device())
+    model = build_model(options.shape).to(device_here())
     return _trained(_plain(model), options)
 
 
 def checkpointed(options: argparse.Namespace) -> dict[str, Any]:
     """The same with ``torch.utils.checkpoint`` around each block."""
-    model: Any = build_model(options.shape).to(_device())
+    model: Any = build_model(options.shape).to(device_here())
     for block in model.model.layers:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     return _trained(_plain(model), options)
@@ -131,14 +132,14 @@ def fsdp2(options: argparse.Namespace) -> dict[str, Any]:
     # The rank talks to itself; machines without a network have this interface alone.
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     distributed.init_process_group(
-        "cpu:gloo,cuda:nccl" if _has_gpu() else "gloo",
+        "cpu:gloo,cuda:nccl" if has_gpu() else "gloo",
         init_method=f"file://{options.scratch.absolute() / f'ranks-{os.getpid()}'}",
         rank=0,
         world_size=1,
     )
     try:
-        mesh = init_device_mesh(_device().type, (1,))
-        policy = CPUOffloadPolicy(pin_memory=_has_gpu())
+        mesh = init_device_mesh(device_here().type, (1,))
+        policy = CPUOffloadPolicy(pin_memory=has_gpu())
         model: Any = build_model(options.shape)
         for block in (*model.model.layers, model):
             fully_shard(block, mesh=mesh, offload_policy=policy)
@@ -153,7 +154,7 @@ def planned(options: argparse.Namespace, budget_bytes: int, *, sites: str) -> di
     from gascompile.core.budget import Budget
 
     model = build_model(options.shape)
-    _reset_peak()
+    reset_peak()
     start_s = time.perf_counter()
     with compile_step(
         model,
@@ -175,20 +176,20 @@ def planned(options: argparse.Namespace, budget_bytes: int, *, sites: str) -> di
 
 
 def _plain(model: nn.Module) -> Trainer:
-    device = _device()
+    device = device_here()
     return trainer_of(lambda batch: loss_fn(model, batch.to(device)), adamw(model))
 
 
 def _trained(trainer: Trainer, options: argparse.Namespace) -> dict[str, Any]:
     """Return what steps take after some that are not counted, and their losses."""
-    _reset_peak()
+    reset_peak()
     losses, times_s, peaks_bytes = [], [], []
     for number in range(_WARM_STEPS + options.runs):
         batch = batch_of(options.shape, number)
-        _finish()
+        finish()
         start_s = time.perf_counter()
         losses.append(float(trainer.step(batch)))
-        _finish()
+        finish()
         times_s.append(time.perf_counter() - start_s)
         # A planned run begins to count anew.
         peaks_bytes.append(_peak_bytes())
@@ -197,7 +198,7 @@ def _trained(trainer: Trainer, options: argparse.Namespace) -> dict[str, Any]:
         "times_s": times_s[_WARM_STEPS:],
         "median_s": statistics.median(times_s[_WARM_STEPS:]),
         "losses": losses[:_COMPARED],
-        "allocated_peak_bytes": max(peaks_bytes) if _has_gpu() else None,
+        "allocated_peak_bytes": max(peaks_bytes) if has_gpu() else None,
         # Of the whole process, pinned memory and libraries included; the kernel counts KiB.
         "process_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
     }
@@ -234,27 +235,8 @@ def _said(step: Any) -> dict[str, Any]:
     }
 
 
-def _has_gpu() -> bool:
-    return torch.cuda.is_available()
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if _has_gpu() else "cpu")
-
-
-def _finish() -> None:
-    if _has_gpu():
-        torch.cuda.synchronize()
-
-
-def _reset_peak() -> None:
-    if _has_gpu():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
 def _peak_bytes() -> int:
-    return torch.cuda.max_memory_allocated() if _has_gpu() else 0
+    return torch.cuda.max_memory_allocated() if has_gpu() else 0
 
 
 CONTENDERS: dict[str, Callable[..., dict[str, Any]]] = {

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu_here import device_here, finish, has_gpu, reset_peak
 from benchmarks.gpu_models import SHAPES, empty_llama, llama_in_memory, weight_bytes
 from gascompile.core.sizes import GIB
 
@@ -65,7 +66,7 @@ def run_gascompile(options: argparse.Namespace) -> dict[str, Any]:
                 fuse_runs=runs_to_pay,
             )
             compile_s = time.perf_counter() - start
-            _reset_peak()
+            reset_peak()
             row = _timed(_step(compiled, ids), options, batch)
             row |= {"budget": budget, "compile_s": compile_s, **_planned(compiled)}
             if row["allocated_peak_bytes"] is not None:
@@ -82,7 +83,7 @@ def run_accelerate(options: argparse.Namespace) -> dict[str, Any]:
     """The same model with accelerate's ``cpu_offload``, or ``disk_offload`` where a checkpoint is given."""
     import accelerate
 
-    device = _device()
+    device = device_here()
     start = time.perf_counter()
     model = llama_in_memory(SHAPES[options.shape])
     if options.checkpoint:
@@ -91,14 +92,14 @@ def run_accelerate(options: argparse.Namespace) -> dict[str, Any]:
     else:
         model = accelerate.cpu_offload(model, execution_device=device)
     ready_s = time.perf_counter() - start
-    _reset_peak()
+    reset_peak()
     return {"ready_s": ready_s, "rows": _calls(model, options)}
 
 
 def run_torch_compile(options: argparse.Namespace) -> dict[str, Any]:
     """The same model with all weights in the GPU's memory, under plain ``torch.compile``."""
-    model = llama_in_memory(SHAPES[options.shape]).to(_device())
-    return {"rows": _calls(torch.compile(model), options, device=_device())}
+    model = llama_in_memory(SHAPES[options.shape]).to(device_here())
+    return {"rows": _calls(torch.compile(model), options, device=device_here())}
 
 
 def run_link(options: argparse.Namespace) -> dict[str, Any]:
@@ -112,7 +113,7 @@ def run_link(options: argparse.Namespace) -> dict[str, Any]:
         rates = {link.name: link.bandwidth_bytes_per_s for link in machine.links}
         return {"bytes_per_s": rates["cpu->gpu"], "source": f"machine '{machine.name}'"}
     host = torch.empty(GIB, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty(GIB, dtype=torch.uint8, device=_device())
+    target = torch.empty(GIB, dtype=torch.uint8, device=device_here())
     times = []
     for _ in range(12):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -149,15 +150,15 @@ def _timed(call: Callable[[], Any], options: argparse.Namespace, batch: int) -> 
     """Return what a step takes after two that are not counted, and how its result can be recognised."""
     start = time.perf_counter()
     logits = call().logits
-    _finish()
+    finish()
     first_s = time.perf_counter() - start
     call()
     times = []
     for _ in range(options.runs):
-        _finish()
+        finish()
         start = time.perf_counter()
         call()
-        _finish()
+        finish()
         times.append(time.perf_counter() - start)
     median_s = statistics.median(times)
     values = logits.float().cpu()
@@ -167,7 +168,7 @@ def _timed(call: Callable[[], Any], options: argparse.Namespace, batch: int) -> 
         "times_s": times,
         "median_s": median_s,
         "tokens_per_s": batch / median_s,
-        "allocated_peak_bytes": torch.cuda.max_memory_allocated() if _has_gpu() else None,
+        "allocated_peak_bytes": torch.cuda.max_memory_allocated() if has_gpu() else None,
         "checksum": float(values.abs().mean()),
         "logits": values[0, -1, :8].tolist(),
     }
@@ -200,24 +201,6 @@ def _inputs(options: argparse.Namespace, batch: int) -> torch.Tensor:
     vocabulary = SHAPES[options.shape]["vocab_size"]
     # The first sequence is the same in every batch.
     return torch.randint(0, vocabulary, (16, 1), generator=generator)[:batch].clone()
-
-
-def _has_gpu() -> bool:
-    return torch.cuda.is_available()
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if _has_gpu() else "cpu")
-
-
-def _finish() -> None:
-    if _has_gpu():
-        torch.cuda.synchronize()
-
-
-def _reset_peak() -> None:
-    if _has_gpu():
-        torch.cuda.reset_peak_memory_stats()
 
 
 _CONTENDERS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {

@@ -29,7 +29,7 @@ from typing import Any
 import numpy
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from gascompile.capture.fingerprint.code_digest import CodeDigest
 from gascompile.capture.fingerprint.library_order import hooks_of_others, in_one_order
@@ -225,7 +225,7 @@ class ValueDigest(CodeDigest):
         if self.own is not None and type(value) not in plain:
             self.unknown(f"a {type(value).__qualname__}")
         self.met.append(value)
-        if self.own is not None or value.is_meta or type(value) is FakeTensor or not value.numel():
+        if self.own is not None or value.is_meta or not value.numel():
             return
         with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
             self._content(value.detach())
@@ -359,10 +359,10 @@ def origin_is_python(kind: type) -> bool:
 
 _KINDS: tuple[tuple[Any, Callable[[Any, Any], None]], ...] = (
     (nn.Module, ValueDigest._module),
+    ((*_NAMED, FakeTensor), ValueDigest._named),
     (torch.Tensor, ValueDigest._tensor),
     (enum.Enum, ValueDigest._member),
     (_ATOMS, ValueDigest._atom),
-    (_NAMED, ValueDigest._named),
     ((dict, types.MappingProxyType), ValueDigest._mapping),
     ((list, tuple, deque), ValueDigest._items),
     ((set, frozenset), ValueDigest._unordered),
@@ -387,7 +387,7 @@ _KINDS: tuple[tuple[Any, Callable[[Any, Any], None]], ...] = (
     (types.CellType, ValueDigest._cell),
     (re.Pattern, ValueDigest._pattern),
     (logging.Logger, ValueDigest._logger),
-    ((*_LOCKS, logging.Handler), ValueDigest._inert),
+    ((*_LOCKS, logging.Handler, FakeTensorMode), ValueDigest._inert),
     (pathlib.PurePath, ValueDigest._path_of),
     (BaseException, ValueDigest._exception),
     (threading.local, ValueDigest._fields),
