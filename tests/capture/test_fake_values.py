@@ -17,7 +17,7 @@ class Reaching(nn.Module):
 
     def __init__(self, seen: list[Any]) -> None:
         super().__init__()
-        self.forward = functools.partial(self._with, seen)  # type: ignore[method-assign,assignment]
+        self.forward = functools.partial(self._with, seen)
 
     def _with(self, seen: list[Any], x: torch.Tensor) -> torch.Tensor:
         return x * len(seen)
