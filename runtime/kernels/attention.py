@@ -175,6 +175,8 @@ def _flash_backward(
 def _efficient_backward(
     call: AttentionCall, grad_out: torch.Tensor, out: torch.Tensor, sums: torch.Tensor
 ) -> Triple:
+    # In 16 bits the kernel reads results as if heads lay side by side in each row, whatever their strides.
+    grad_out, out = _by_rows(grad_out), _by_rows(out)
     unused = torch.empty((), dtype=torch.int64, device=out.device)
     more = -sums.shape[-1] % _ROWS_TOGETHER
     whole = functional.pad(sums.contiguous(), (0, more), value=math.inf)

@@ -82,8 +82,6 @@ class Recording:
                 moment.ticket.wait()
                 if moment.ticket.event is not None:
                     moment.ticket.event.wait()
-                if moment.ticket.event is not None:
-                    moment.ticket.event.wait()
 
     def schedule(
         self, of: prepared.RunSchedule, plan: Plan, mover: PlanMover

@@ -184,6 +184,25 @@ def test_masks_of_what_is_kept() -> None:
     compare(found, _OF_CPU[0](q, k, v, attn_mask=added), 2e-5)
 
 
+def test_efficient_attention_is_given_results_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_here: list[torch.Tensor] = []
+
+    class Efficient:
+        @staticmethod
+        def _scaled_dot_product_efficient_attention_backward(*values: Any, **_: Any) -> Any:
+            given_here.extend((values[0], values[5]))
+            return *values[1:4], None
+
+    monkeypatch.setattr(attention, "_aten", Efficient)
+    q, k, v, grad = operands(8, 8, 16, dtype=torch.bfloat16, by_heads=True)
+    mask = torch.zeros(8, 8)
+    out = torch.randn_like(q)
+    attention.backward(grad, q, k, v, out, torch.zeros(2, 4, 8), 0.0, False, attn_mask=mask)
+    for found, wanted in zip(given_here, (grad, out), strict=True):
+        assert torch.equal(found, wanted)
+        assert found.transpose(1, 2).is_contiguous()
+
+
 def test_a_part_of_wider_rows_has_strides_of_its_own() -> None:
     wide = torch.randn(2, 4, 32)
     found = attention._by_rows(wide[..., :1])
