@@ -1,7 +1,7 @@
 """Models beyond GPU memory on this machine's GPU: GASCompile, accelerate, torch.compile and the link's limit.
 
 ``python -m benchmarks.gpu`` measures each contender in a process of its own, one after the other, on random
-Llamas made here: no network, at most ten minutes. It writes
+Llamas made here: no network, at most ten minutes. After each section it writes
 ``benchmarks/results/gpu-<gpu>-<date>.json``, of which ``python -m benchmarks.gpu_table`` makes the README's
 table. ``--machine emulated --toy`` tries it without a GPU.
 """
@@ -38,9 +38,11 @@ SECTIONS = ("memory", "disk", "budgets", "resident", "large")
 
 def sections(*, toy: bool) -> dict[str, list[dict[str, Any]]]:
     """Return which contenders each section measures, and how; the most telling sections come first."""
-    model, large = ("toy", "toy") if toy else ("8B", "32B")
-    budget, large_budget = ("1MiB", "1250KiB") if toy else ("6GiB", "24GiB")
-    curve = ["1MiB", "2MiB"] if toy else ["4GiB", "6GiB", "8GiB", "12GiB", "18GiB"]
+    model, small, large = ("toy",) * 3 if toy else ("8B", "3B", "32B")
+    budget, small_budget, large_budget = (
+        ("1MiB", "1MiB", "1250KiB") if toy else ("6GiB", "2560MiB", "24GiB")
+    )
+    curve = ["1MiB", "2MiB"] if toy else ["2GiB", "3GiB", "4GiB", "6GiB", "8GiB"]
     both = {"batches": [1, 16]}
     return {
         "memory": [
@@ -48,13 +50,19 @@ def sections(*, toy: bool) -> dict[str, list[dict[str, Any]]]:
             {"contender": "accelerate", "shape": model, **both},
         ],
         "disk": [
-            {"contender": "gascompile", "shape": model, "budgets": [budget], "disk": True, **both},
-            {"contender": "accelerate", "shape": model, "disk": True, **both},
+            {
+                "contender": "gascompile",
+                "shape": small,
+                "budgets": [small_budget],
+                "disk": True,
+                **both,
+            },
+            {"contender": "accelerate", "shape": small, "disk": True, **both},
         ],
-        "budgets": [{"contender": "gascompile", "shape": model, "budgets": curve, "batches": [1]}],
+        "budgets": [{"contender": "gascompile", "shape": small, "budgets": curve, "batches": [16]}],
         "resident": [
-            {"contender": "gascompile", "shape": model, "budgets": [], **both},
-            {"contender": "torch_compile", "shape": model, **both},
+            {"contender": "gascompile", "shape": small, "budgets": [], **both},
+            {"contender": "torch_compile", "shape": small, **both},
         ],
         "large": [
             {"contender": "gascompile", "shape": large, "budgets": [large_budget], **both},
@@ -197,29 +205,38 @@ def result_path() -> Path:
     return Path(__file__).parent / "results" / name
 
 
-def measure(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
-    """Return everything that the result file holds."""
+def measure(bench: Bench, options: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Measure into ``result``, which is written after each section."""
     link = bench.run({"contender": "link"})
-    measured: dict[str, Any] = {}
+    result["link"] = link
     jobs = sections(toy=options.toy)
     for name in options.sections:
         results = [
             with_limits(bench.run(job, later=len(jobs[name]) - i - 1), link.get("bytes_per_s"))
             for i, job in enumerate(jobs[name])
         ]
-        measured[name] = {"contenders": results, "compared": compared(results)}
+        result["sections"][name] = {"contenders": results, "compared": compared(results)}
+        options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def begun(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what the result begins with; sections of an earlier one on such a machine stay until measured anew."""
     environment = describe_environment()
     environment["versions"] |= {name: installed_version(name) for name in _REPORTED}
     environment["cuda"] = torch.version.cuda
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        earlier: dict[str, Any] = json.loads(options.output.read_text(encoding="utf-8"))
+        if earlier["environment"] == environment and earlier["runs"] == options.runs:
+            return earlier
     return {
         "benchmark": "gpu",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "environment": environment,
         "machine": options.machine or "this machine",
         "runs": options.runs,
-        "shapes": {name: SHAPES[name] for name in (["toy"] if options.toy else ["8B", "32B"])},
-        "link": link,
-        "sections": measured,
+        "shapes": {name: shape for name, shape in SHAPES.items() if (name == "toy") == options.toy},
+        "link": {},
+        "sections": {},
     }
 
 
@@ -254,12 +271,12 @@ def main(arguments: list[str] | None = None) -> int:
     if reason is not None:
         console.print(reason)
         return 1
+    options.output = options.output or result_path()
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    result = begun(options)
     with tempfile.TemporaryDirectory(prefix="gascompile-gpu-", dir=options.scratch) as folder:
-        result = measure(Bench(Path(folder), options, console), options)
-    output = options.output or result_path()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    console.print(f"written: {output}")
+        measure(Bench(Path(folder), options, console), options, result)
+    console.print(f"written: {options.output}")
     problems = failures(result)
     for problem in problems:
         console.print(problem)

@@ -22,6 +22,15 @@ SHAPES: dict[str, dict[str, int]] = {
         "head_dim": 128,
         "vocab_size": 128256,
     },
+    "3B": {
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+    },
     "32B": {
         "hidden_size": 5120,
         "intermediate_size": 25600,
