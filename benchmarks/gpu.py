@@ -162,6 +162,9 @@ def with_limits(found: dict[str, Any], link_bytes_per_s: float | None) -> dict[s
         beyond_bytes = max(streamed_bytes - row["budget_bytes"], 0)
         if link_bytes_per_s and not found.get("disk"):
             row["link_limit_s"] = beyond_bytes / link_bytes_per_s
+        if not any(row.get("link_bytes", {"": beyond_bytes}).values()):
+            # Nothing moves: the plan's limit is the time of its ops one by one, and graphs give them at once.
+            continue
         nearest_s = max(row.get("link_limit_s", 0.0), row["limit_s"])
         row["share_of_limit"] = nearest_s / row["median_s"]
     return found
@@ -215,7 +218,8 @@ def measure(bench: Bench, options: argparse.Namespace, result: dict[str, Any]) -
             with_limits(bench.run(job, later=len(jobs[name]) - i - 1), link.get("bytes_per_s"))
             for i, job in enumerate(jobs[name])
         ]
-        result["sections"][name] = {"contenders": results, "compared": compared(results)}
+        if results[0].get("rows") or name not in result["sections"]:
+            result["sections"][name] = {"contenders": results, "compared": compared(results)}
         options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
