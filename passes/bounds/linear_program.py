@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -146,8 +147,7 @@ class Loaded:
         self._name = program.name
         self._num_rows = len(program.rows)
         self._continuous = relaxed or not any(program.integers)
-        self._highs = untyped.Highs()
-        self._highs.setOptionValue("output_flag", False)
+        self._highs = _quiet_solver()()
         self._highs.setOptionValue("threads", 1)
         if not self._continuous and len(program.lows) <= _SMALL:
             self._highs.setOptionValue("presolve", "off")
@@ -224,6 +224,21 @@ class Loaded:
             f"highs ended with status '{self._highs.modelStatusToString(status)}' on the program "
             f"'{self._name}' of {self._num_rows} rows"
         )
+
+
+@cache
+def _quiet_solver() -> Untyped:
+    """Return HiGHS's class that says nothing: from 1.16 on one prints as soon as it has callbacks, which is at birth."""
+    import highspy
+
+    untyped: Untyped = highspy
+
+    class Quiet(untyped.Highs):  # type: ignore[misc]
+        def enableCallbacks(self) -> None:
+            self.setOptionValue("output_flag", False)
+            super().enableCallbacks()
+
+    return Quiet
 
 
 def solver_name() -> str:

@@ -217,3 +217,9 @@ def test_a_file_that_makes_no_sense_is_refused(
     path = machine_file(tmp_path, **changes)
     with pytest.raises(FormatError, match=match):
         resolve_machine(path, cache_dir=tmp_path, read=no_read)
+
+
+@pytest.mark.parametrize("given", [(1.0,), 3, b"emulated"])
+def test_what_is_no_machine_says_where_inputs_go(given: Any) -> None:
+    with pytest.raises(TypeError, match=f"not {type(given).__name__}.*example_inputs="):
+        resolve_machine(given, cache_dir=Path("unused"), read=no_read)

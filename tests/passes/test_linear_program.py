@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,20 @@ def test_integers() -> None:
     assert (found.ending, found.values) == (Ending.OPTIMAL, (1.0, 1.0, 0.0))
     assert found.objective == -9.0
     assert found.bound == pytest.approx(-9.0)
+
+
+def test_a_solver_is_silenced_before_it_can_speak(monkeypatch: pytest.MonkeyPatch) -> None:
+    highspy = pytest.importorskip("highspy")
+    speaks: list[bool] = []
+    enabled = highspy.Highs.enableCallbacks
+
+    def speaking(solver: Any) -> None:
+        speaks.append(solver.getOptionValue("output_flag")[1])
+        enabled(solver)
+
+    monkeypatch.setattr(highspy.Highs, "enableCallbacks", speaking)
+    assert Loaded(knapsack()).solve().objective == -9.0
+    assert speaks == [False]
 
 
 def test_the_relaxation_bounds_the_integers() -> None:

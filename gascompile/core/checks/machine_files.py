@@ -17,6 +17,7 @@ def named_machine(machine: Machine | str | os.PathLike[str]) -> Machine:
     """Return a machine given as itself, by the name of a preset or by its file, checked.
 
     Raises:
+        TypeError: it is something else, such as inputs that were meant for ``example_inputs``.
         ValueError: a name that is neither a preset nor a file.
         FormatError: it is not a machine, or its numbers make no sense.
         StorageError: the file cannot be read.
@@ -24,6 +25,11 @@ def named_machine(machine: Machine | str | os.PathLike[str]) -> Machine:
     if isinstance(machine, Machine):
         check_machine(machine, where=f"machine '{machine.name}': $")
         return machine
+    if not isinstance(machine, (str, os.PathLike)):
+        raise TypeError(
+            f"machine is the name of a preset, a machine file or a Machine, not {type(machine).__name__}; example "
+            "inputs are given as example_inputs=(x,)"
+        )
     name = os.fspath(machine)
     if isinstance(machine, str) and name in preset_names():
         return preset(name)
