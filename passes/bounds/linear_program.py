@@ -228,17 +228,16 @@ class Loaded:
 
 @cache
 def _quiet_solver() -> Untyped:
-    """Return HiGHS's class that says nothing: from 1.16 on one prints as soon as it has callbacks, which is at birth."""
+    """Return HiGHS's class that says nothing: 1.16 prints as soon as it has callbacks, which is at birth."""
     import highspy
 
     untyped: Untyped = highspy
 
-    class Quiet(untyped.Highs):  # type: ignore[misc]
-        def enableCallbacks(self) -> None:
-            self.setOptionValue("output_flag", False)
-            super().enableCallbacks()
+    def silenced(solver: Untyped) -> None:
+        solver.setOptionValue("output_flag", False)
+        untyped.Highs.enableCallbacks(solver)
 
-    return Quiet
+    return type("QuietHighs", (untyped.Highs,), {"enableCallbacks": silenced})
 
 
 def solver_name() -> str:
