@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -48,3 +50,28 @@ def test_lines_that_messages_quote_are_no_part_of_a_capture() -> None:
     assert not [name for name in names if name.startswith("linecache.cache[")]
     linecache.getlines(nn.__file__)
     assert found.changed() is None
+
+
+class Register(OrderedDict[str, int]):
+    """A table that names what it would import, too."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*OrderedDict.keys(self), "unasked"])
+
+    def __getitem__(self, key: str) -> int:
+        return 3 if key == "unasked" else super().__getitem__(key)
+
+
+REGISTER = Register(held=2)
+
+
+def test_tables_are_watched_by_what_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(x: torch.Tensor) -> Any:
+        return x * REGISTER["held"]
+
+    assert "unasked" in list(REGISTER)
+    code = [(call.__code__, call.__globals__)]
+    found = watch(nn.Linear(2, 2), [call], code, _EVERYTHING, versions=True)
+    assert found.changed() is None
+    monkeypatch.setitem(REGISTER, "held", 4)
+    assert "held" in str(found.changed())

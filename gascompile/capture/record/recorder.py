@@ -169,6 +169,8 @@ class Running:
                 self._sets(frame, name)
             elif name in _ASKS and _module_of(argument) in _ASKED_IN:
                 self._asks(frame, _ASKS[name], name)
+            elif name == "apply":
+                self.applies(argument.__self__)
             elif (setting := setting_called(argument)) is not None:
                 self._asks_setting(setting, frame)
 
@@ -285,10 +287,11 @@ class Running:
             is_fast = bool(self.settings[FASTPATH]) and not torch.is_autocast_enabled("cpu")
             self.nests = self.nests or (is_fast and not module.layers[0].training)
 
-    def applies(self, frame: types.FrameType) -> None:
-        """Note a function with a backward pass of its own."""
-        kind = frame.f_locals.get("cls")
-        if isinstance(kind, type) and origin_of_type(kind) is not Origin.TORCH:
+    def applies(self, by: object) -> None:
+        """Note a function with a backward pass of its own, told by its class or by the frame of its ``apply``."""
+        kind = by.f_locals.get("cls") if isinstance(by, types.FrameType) else by
+        is_function = isinstance(kind, type) and issubclass(kind, torch.autograd.Function)
+        if is_function and origin_of_type(kind) is not Origin.TORCH:
             self.backward[f"{kind.__qualname__} has a backward pass of its own"] = None
 
     def opens(self, path: object, frame: types.FrameType, *, reads: bool) -> None:
@@ -307,10 +310,9 @@ class Running:
 
 def _profile_again(before: Any) -> None:
     """Give the profile back to whom it was taken from: a function, or a profiler that is no function."""
-    if before is None or callable(before):
-        sys.setprofile(before)
-    else:
-        sys.setprofile(None)
+    is_function = before is None or callable(before)
+    sys.setprofile(before if is_function else None)
+    if not is_function:
         before.enable()
 
 
@@ -340,10 +342,8 @@ def _collects(code: types.CodeType) -> bool:
 
 def _module_of(argument: Any) -> str:
     owner = getattr(argument, "__self__", None)
-    if isinstance(owner, types.ModuleType):
-        return owner.__name__
     kind = owner if isinstance(owner, type) else type(owner)
-    return kind.__module__
+    return owner.__name__ if isinstance(owner, types.ModuleType) else kind.__module__
 
 
 def variable(key: str) -> str | None:
@@ -392,6 +392,8 @@ _HANDLERS: dict[int, Callable[[Running, types.FrameType], None]] = {
         (torch.autograd.graph.saved_tensors_hooks.__init__, Running.packs),
         (torch.nn.TransformerEncoder.forward, Running.encodes),
         (torch.SymInt.__repr__, Running.shows_size),
-        (vars(torch.autograd.Function)["apply"].__func__, Running.applies),
+        # From torch 2.14 on it is no Python's: ``_seen`` knows it by its name.
+        (getattr(torch.autograd.Function.apply, "__func__", None), Running.applies),
     )
+    if function is not None
 }

@@ -206,7 +206,9 @@ class _Walk:
         elif is_source(value):
             self.watches.moving.append(name)
         elif isinstance(value, (dict, types.MappingProxyType)):
-            self._entries(value, list(value), name)
+            # What is stored: some tables name what they would import, too.
+            keys = list(dict.keys(value) if isinstance(value, dict) else value)
+            self._entries(value, keys, name)
         elif isinstance(value, (list, tuple, deque)):
             self._entries(value, range(len(value)), name)
         elif isinstance(value, types.FunctionType):
