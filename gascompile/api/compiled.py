@@ -159,7 +159,7 @@ class CompiledModel(nn.Module):
     def states(self) -> Mapping[str, torch.Tensor]:
         """Buffers that calls mutate, by their name in the model. Writing to one changes the next call.
 
-        A device mutates copies of them: the model's own follow when this is read, at ``save`` and at ``close``.
+        A device mutates copies of them, and the model's own have the new values when the call returns.
         """
         self._gascompile.pull_states()
         return self._gascompile.current().bundle.held

@@ -14,7 +14,13 @@ from gascompile.core.input_facts import facts_misfit
 from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
 from gascompile.core.program import Dim, InputSpec, Program
-from gascompile.core.signature import require_plain, same_memory, same_tensors, strides_of
+from gascompile.core.signature import (
+    require_bare,
+    require_plain,
+    same_memory,
+    same_tensors,
+    strides_of,
+)
 from gascompile.machines.admission import accepts_inputs_on
 from gascompile.passes.graph.bound_aliases import bound_aliases
 
@@ -172,6 +178,7 @@ def _leaf_mismatch(
     if not isinstance(value, torch.Tensor):
         return f"is a {type(value).__name__}, the plan was made for a tensor"
     require_plain(value, f"input '{expected.path}'")
+    require_bare(value, f"input '{expected.path}'")
     if str(value.dtype) != f"torch.{expected.dtype}":
         return f"has the dtype {value.dtype}, the plan was made for torch.{expected.dtype}"
     if not accepts_inputs_on(plan, value.device.type, expected.device):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -133,11 +133,13 @@ class Runner:
 
     def _run(self, unit: Unit, leaves: list[Any]) -> tuple[Any, ...]:
         i, self._last = self.units.index(unit), unit
-        is_fixed = self.planning is None or not self.plans_again
-        start, again = self._activate, None if is_fixed else self._planned_again
-        unit, outputs = run_within_budget(unit, leaves, start, again, self._cache_dir)
+        again = self._planned_again if self.planning is not None and self.plans_again else None
+        try:
+            unit, outputs = run_within_budget(unit, leaves, self._activate, again, self._cache_dir)
+        finally:  # after an error, too: what ops wrote until then is written, as in eager
+            if (executor := self._open.executor) is not None and executor.written:
+                self._pull_states(executor.written)
         self.units[i] = self._last = unit
-        executor = self._open.executor
         assert executor is not None, "it has just run"
         unit.last_run, unit.graph_report = executor.last_run, executor.graph_report
         if executor.computes_on_host:
@@ -203,9 +205,9 @@ class Runner:
         """Have the model's own states follow what calls changed on a device."""
         self._turn.take(self._pull_states)
 
-    def _pull_states(self) -> None:
+    def _pull_states(self, written: Collection[str] | None = None) -> None:
         if self._open.session is not None:
-            self._open.session.pull_states()
+            self._open.session.pull_states(written)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """See ``CompiledModel.save``."""
@@ -394,7 +396,5 @@ class Runner:
             return None
         changed = self._values.changed() or self._given_forward.changed()
         if not changed and unit is not None and unit.buffers is not None:
-            if unit is not self._last:
-                self._pull_states()
             changed = unit.buffers.changed()
         return Misfit(changed, is_value=True) if changed else None

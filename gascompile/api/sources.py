@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gascompile.core.errors import CaptureError, CheckpointError, FormatError
+from gascompile.core.errors import CaptureError, CheckpointError, FormatError, UnsupportedOpError
 from gascompile.core.files import is_file, is_folder
 from gascompile.core.model_libraries import model_libraries
 from gascompile.core.sizes import parse_size
@@ -152,11 +152,26 @@ def _open_exported(path: Path) -> Source:
             f"{path} is not a .pt2 file that this torch can load: {error}; export the model again with "
             "torch.export.save of this torch version"
         ) from error
+    _require_no_relations(exported, path)
     inputs = exported.example_inputs
     model = _Exported(exported.module(check_guards=False))
     return Source(
         model=model, checkpoint=None, inputs=(inputs[0], dict(inputs[1])) if inputs else None
     )
+
+
+def _require_no_relations(exported: torch.export.ExportedProgram, path: Path) -> None:
+    """Return if a program is for all sizes of its ranges: the module made of it does not look at what it is for alone.
+
+    Raises:
+        UnsupportedOpError: it took one of two ways by several sizes.
+    """
+    for guard in getattr(exported, "_guards_code", ()):
+        if guard.count(".size()[") > 1 and " == " not in guard:
+            raise UnsupportedOpError(
+                f"{path} was exported for calls alone where {guard}, which no plan looks at; export it without "
+                "dynamic_shapes, or so that the model does not decide by it"
+            )
 
 
 class _Exported(nn.Module):

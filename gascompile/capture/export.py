@@ -36,6 +36,7 @@ from gascompile.capture.record.asked_settings import GRADIENTS, require_as_told
 from gascompile.capture.record.effects import EffectTrace
 from gascompile.capture.record.record import Recorder
 from gascompile.capture.record.trial import Trial
+from gascompile.capture.size_relations import unproven_relation
 from gascompile.capture.to_program import Capture, to_program
 from gascompile.capture.trace_inputs import overlaps, trace_inputs, with_sharing
 from gascompile.capture.tracing import tracing
@@ -124,6 +125,7 @@ def _captured(
             raise _capture_error(model, error) from error
         if dynamic_shapes is not None:
             _require_no_words(recorder, model)
+            _require_proven_sizes(program, model)
         _require_no_transforms(program.graph_module)
         _require_no_packing(recorder, model)
         return EffectTrace(
@@ -167,6 +169,21 @@ def _require_no_words(recorder: Recorder, model: nn.Module) -> None:
         raise CaptureError(
             f"{recorder.words_of_sizes}, which for a range of sizes is not what it is for each. What to do: leave out "
             f"dynamic_shapes for {type(model).__name__}, or compute with the number alone"
+        )
+
+
+def _require_proven_sizes(program: torch.export.ExportedProgram, model: nn.Module) -> None:
+    """Return if whatever was decided by sizes is the same for all sizes of the ranges.
+
+    Raises:
+        CaptureError: something holds for some of them.
+    """
+    relation = unproven_relation(program)
+    if relation is not None:
+        raise CaptureError(
+            f"{type(model).__name__} decides by sizes together: the capture holds where {relation}, which is not so "
+            "for all sizes of the ranges. What to do: leave out dynamic_shapes, which makes a plan for each size, or "
+            "give sizes that are always equal the same torch.export.Dim"
         )
 
 

@@ -23,6 +23,8 @@ FACTS: Mapping[str, Callable[[torch.Tensor], object]] = {
     "grad": lambda x: x.is_leaf and x.grad is not None,
     "grad_fn": lambda x: x.grad_fn is not None,
     "_base": lambda x: x._base is not None,
+    "_is_view": lambda x: x._is_view(),
+    "is_shared": lambda x: x.is_shared(),
     "_version": lambda x: None if x.is_inference() else x._version,
     "untyped_storage": lambda x: x.untyped_storage().nbytes(),
     "nn.Parameter": lambda x: isinstance(x, nn.Parameter),

@@ -17,6 +17,7 @@ from torch import nn
 
 from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.strides import normal_strides, span_elements
+from gascompile.core.tensor_attributes import attributes_of
 
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 
@@ -37,12 +38,13 @@ def signature_of(leaves: Sequence[Any]) -> Signature:
     """Return the signature of flat arguments.
 
     Raises:
-        UnsupportedOpError: a tensor is of a kind that no plan can have, see ``require_plain``.
+        UnsupportedOpError: a tensor is of a kind that no plan can have, see ``require_plain`` and ``require_bare``.
     """
     described: list[tuple[Any, ...]] = []
     for number, value in enumerate(leaves):
         if isinstance(value, torch.Tensor):
             require_plain(value, f"argument {number}")
+            require_bare(value, f"argument {number}")
             shape, stride = tuple(value.shape), strides_of(value)
             described.append((str(value.dtype), shape, stride, str(value.device)))
         else:
@@ -57,7 +59,7 @@ def quick_key(leaves: Sequence[Any]) -> tuple[Any, ...]:
     """
     return tuple(
         [
-            (type(x), x.dtype, x.shape, x.stride(), x.device, x.is_conj() or x.is_neg())
+            (type(x), x.dtype, x.shape, x.stride(), x.device, x.is_conj() or x.is_neg(), *vars(x))
             if isinstance(x, torch.Tensor) and x.layout is torch.strided
             else (type(x), repr(x))
             for x in leaves
@@ -85,6 +87,21 @@ def require_plain(value: torch.Tensor, what: str) -> None:
         kind, remedy = "conjugated or negated when read", "pass x.resolve_conj().resolve_neg()"
     if kind:
         raise UnsupportedOpError(f"{what} is {kind}, which has no place in a plan; {remedy}")
+
+
+def require_bare(value: torch.Tensor, what: str) -> None:
+    """Return if nobody has set attributes on a tensor that is passed, which code may read and no plan compares.
+
+    Raises:
+        UnsupportedOpError: somebody has.
+    """
+    names = [] if isinstance(value, nn.Parameter) else sorted(attributes_of(value))
+    for name in names:
+        if not name.startswith("_"):
+            raise UnsupportedOpError(
+                f"{what} carries the attribute '{name}', which no plan compares from call to call; pass it as an "
+                "argument of its own, and the tensor without it, as in x.detach()"
+            )
 
 
 def strides_of(value: torch.Tensor) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from gascompile.machines.op_times import computes_here
 from gascompile.machines.run_within_budget import planned_again
 from gascompile.runtime.memory.pages import Pages
 from gascompile.runtime.run.recording import Recording
-from gascompile.training.capture.requirements import require_alone, require_no_gradient
+from gascompile.training.capture.requirements import require_alone, require_bare_batch
 from gascompile.training.optimizers.optimizers import require_rule, structure
 from gascompile.training.optimizers.unplanned import BudgetWatch, update
 from gascompile.training.planning.kinds import kind_of
@@ -195,7 +195,7 @@ class TrainingStep(StepValues):
         self, batch: Any, *, trains: bool, updates: bool = False, calls: bool = False
     ) -> StepUnit:
         admit(batch)
-        require_no_gradient(batch)
+        require_bare_batch(batch)
         self._require_unchanged()
         # One program for all of them, where torch's own optimizer updates.
         updates = updates and not self._settings.unplanned

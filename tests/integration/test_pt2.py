@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import gascompile
 from gascompile.cli import app
-from gascompile.core.errors import FormatError
+from gascompile.core.errors import FormatError, UnsupportedOpError
 
 BUDGET = "384KiB"
 # torch warns of itself where it copies the graph of an exported program.
@@ -91,3 +91,17 @@ def test_a_missing_or_truncated_pt2_file_is_refused(tmp_path: Path) -> None:
     source.write_bytes(raw[: len(raw) // 2])
     with pytest.raises(FormatError, match=r"two\.pt2 is not a \.pt2 file"):
         gascompile.plan(source, BUDGET, "cpu-nvme")
+
+
+class Alike(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x.sum(0) + y.sum(0) + (1 if x.shape[0] == y.shape[0] else 2)
+
+
+def test_a_program_for_some_of_its_sizes_is_refused(tmp_path: Path) -> None:
+    sizes = {name: {0: torch.export.Dim(name, min=2, max=9)} for name in "xy"}
+    inputs = torch.randn(3, 4), torch.randn(5, 4)
+    program = torch.export.export(Alike(), inputs, dynamic_shapes=sizes)
+    torch.export.save(program, tmp_path / "alike.pt2")
+    with pytest.raises(UnsupportedOpError, match="alone where"):
+        gascompile.plan(tmp_path / "alike.pt2", BUDGET, machine="cpu-nvme", cache_dir=tmp_path)

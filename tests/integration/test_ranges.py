@@ -13,6 +13,7 @@ from torch import nn
 
 import gascompile
 from gascompile.api import runner
+from gascompile.core.errors import CaptureError
 
 
 class Attention(nn.Module):
@@ -178,3 +179,36 @@ def test_another_budget_is_planned_of_the_kept_capture_of_a_range(
         assert ranges(kept) == ranges(new) == [[(2, 4), (2, 16)], [(2, 4), (2, 16)], [3]]
         assert kept.plan.workload == new.plan.workload
         assert kept.plan.steps == new.plan.steps
+
+
+class Square(nn.Module):
+    """Does one thing where two sizes are equal, another where not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        both: torch.Tensor = self.layer(x).sum(0) + y.sum(0)
+        return both + 1 if x.shape[0] == y.shape[0] else both
+
+
+@pytest.mark.parametrize("order", [[(3, 5), (5, 3), (4, 4), (7, 7)], [(3, 3), (4, 4), (5, 6)]])
+def test_what_two_sizes_decide_together_is_eagers(
+    cache: Path, order: list[tuple[int, int]]
+) -> None:
+    model = Square().eval()
+    with gascompile.compile(model, "2MiB", machine="cpu-nvme", cache_dir=cache) as compiled:
+        for sizes in order:
+            x, y = (torch.randn(n, 16) for n in sizes)
+            check(compiled, model, {"x": x, "y": y})
+
+
+def test_ranges_for_which_two_sizes_decide_are_refused(cache: Path) -> None:
+    x, y = torch.randn(5, 16), torch.randn(6, 16)
+    sizes = {name: {0: torch.export.Dim(name, min=2, max=9)} for name in "xy"}
+    compiled = gascompile.compile(
+        Square().eval(), "2MiB", machine="cpu-nvme", cache_dir=cache, dynamic_shapes=sizes
+    )
+    with pytest.raises(CaptureError, match=r"x\.shape\[0\], y\.shape\[0\].*leave out"):
+        compiled(x=x, y=y)

@@ -29,6 +29,8 @@ ASKING: dict[object, str] = {
     _T.is_inference: "is_inference",
     torch.is_inference: "is_inference",
     _T.is_pinned: "is_pinned",
+    _T._is_view: "_is_view",
+    _T.is_shared: "is_shared",
     _T.untyped_storage: "untyped_storage",
     _T._typed_storage: "untyped_storage",
     _T.storage: "untyped_storage",

@@ -290,8 +290,9 @@ class Running:
     def applies(self, by: object) -> None:
         """Note a function with a backward pass of its own, told by its class or by the frame of its ``apply``."""
         kind = by.f_locals.get("cls") if isinstance(by, types.FrameType) else by
-        is_function = isinstance(kind, type) and issubclass(kind, torch.autograd.Function)
-        if is_function and origin_of_type(kind) is not Origin.TORCH:
+        if not (isinstance(kind, type) and issubclass(kind, torch.autograd.Function)):
+            return
+        if origin_of_type(kind) is not Origin.TORCH:
             self.backward[f"{kind.__qualname__} has a backward pass of its own"] = None
 
     def opens(self, path: object, frame: types.FrameType, *, reads: bool) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextvars
 import os
+import types
+import weakref
 from collections import OrderedDict
 from collections.abc import Collection
 from typing import Any
@@ -78,3 +80,14 @@ class StoredItems:
 def stored_items(of: dict[Any, Any]) -> Any:
     """Return what gives what a dictionary holds: mostly itself."""
     return of if type(of).__getitem__ in _PLAIN_LOOKUPS else StoredItems(of)
+
+
+def held_by(value: object) -> tuple[Any, ...] | None:
+    """Return what a method, or a reference that does not count, stands for; ``None`` for anything else."""
+    if isinstance(value, types.MethodType):
+        return value.__func__, value.__self__
+    if isinstance(value, (staticmethod, classmethod)):
+        return (value.__func__,)
+    if isinstance(value, weakref.ref):
+        return (value(),)
+    return None

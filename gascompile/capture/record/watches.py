@@ -35,14 +35,8 @@ from gascompile.capture.record.library_values import Steady, is_plain_value, pla
 from gascompile.capture.record.likeness import GONE, SCALARS
 from gascompile.capture.record.op_names import look_up_op, look_up_overloads
 from gascompile.capture.record.opaque import is_source
-from gascompile.capture.record.stand_ins import ASKED, Current, stored_items
-from gascompile.capture.record.watched import (
-    ARRAYS,
-    HOOKS,
-    Reads,
-    Watches,
-    attribute_of,
-)
+from gascompile.capture.record.stand_ins import ASKED, Current, held_by, stored_items
+from gascompile.capture.record.watched import ARRAYS, HOOKS, Reads, Watches, attribute_of
 from gascompile.core.tensor_attributes import attributes_of
 
 Code = tuple[types.CodeType, dict[str, Any]]
@@ -213,11 +207,9 @@ class _Walk:
             self._entries(value, range(len(value)), name)
         elif isinstance(value, types.FunctionType):
             self._function(value, name)
-        elif isinstance(value, types.MethodType):
-            self.value(value.__func__, name)
-            self.value(value.__self__, name)
-        elif isinstance(value, (staticmethod, classmethod)):
-            self.value(value.__func__, name)
+        elif (parts := held_by(value)) is not None:
+            for part in parts:
+                self.value(part, name)
         elif isinstance(value, property):
             self.value((value.fget, value.fset), name)
         elif isinstance(value, partial):
@@ -241,6 +233,8 @@ class _Walk:
         self.watches.size(owner, name)
         if self._reads.names is None and len(owner) > _MANY_ENTRIES:
             return  # a data set, most likely; what reads it is known only after the capture
+        if hasattr(owner, "__dict__"):
+            self.fields(owner, name)
         if isinstance(owner, dict):
             owner = stored_items(owner)
         for key in keys:
@@ -256,7 +250,9 @@ class _Walk:
             look_up_overloads(value)
             self.fields(value, name)
             if isinstance(value, nn.Module):
-                self.value(value._modules, name)
+                # Nobody else looks at the tensors of a module that is not a part of the model.
+                for held in (value._modules, value._parameters, value._buffers):
+                    self.value(held, name)
 
     def _function(self, function: types.FunctionType, name: str) -> None:
         origin = origin_of_code(function)

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from gascompile.capture.batches import leaves_of
 from gascompile.core.errors import CaptureError, UnsupportedOpError
 from gascompile.core.ranks import RankLayout
+from gascompile.core.signature import require_bare
 
 _SHARED = (
     "torch.distributed",
@@ -87,13 +88,15 @@ def require_followed(
             )
 
 
-def require_no_gradient(batch: Any) -> None:
-    """Refuse a batch whose gradient eager would compute.
+def require_bare_batch(batch: Any) -> None:
+    """Refuse a batch whose gradient eager would compute, or with attributes that the loss may read.
 
     Raises:
         UnsupportedOpError: names the tensor's shape.
     """
     for leaf in leaves_of(batch):
+        if isinstance(leaf, torch.Tensor) and vars(leaf):
+            require_bare(leaf, f"a tensor of the batch, {list(leaf.shape)},")
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             raise UnsupportedOpError(
                 f"a tensor of the batch, {list(leaf.shape)}, requires a gradient, which a planned step does not give; "
