@@ -139,6 +139,21 @@ def test_attributes_behind_tables_and_weak_references_are_seen(
     assert held is None or held is OWNER
 
 
+def test_a_file_that_is_read_at_each_call_is_seen(tmp_path: Path, cache: Path) -> None:
+    path = tmp_path / "factor"
+    path.write_text("1")
+    model, x = Reading(path, lambda place: float(place.read_text())), torch.randn(2, 8)
+    with (
+        gascompile.compile(
+            model.eval(), "1MiB", (x,), machine=MACHINE, cache_dir=cache
+        ) as compiled,
+        torch.no_grad(),
+    ):
+        for factor in (1, 22, 333):
+            path.write_text(str(factor))
+            torch.testing.assert_close(compiled(x), model(x))
+
+
 def test_attributes_of_inputs_are_refused(cache: Path) -> None:
     model = Reading(None, lambda _: 1.0).eval()
     x = torch.randn(2, 8)

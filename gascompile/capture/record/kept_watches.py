@@ -38,6 +38,7 @@ def watched(
         steady=lambda owner, key: place_key(owner, key) not in moved,
     )
     watches.variables(known.environment)
+    watches.files(known.files)
     watches.settings(known.settings)
     return watches.without(frozenset(known.inert))
 

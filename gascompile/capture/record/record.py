@@ -238,6 +238,7 @@ class Recorder:
             steady=self._running.first_seen.is_steady,
         )
         watches.variables(self._running.environment)
+        watches.files(self._running.files)
         watches.settings(self._running.settings)
         asked_inputs = self._running.inputs
         for (path, name), tensor in (asked_inputs.own_facts if asked_inputs else {}).items():

@@ -64,6 +64,25 @@ class Variable:
         return os.environ._data.get(self._key)  # type: ignore[attr-defined]
 
 
+class ReadFile:
+    """Which file lies where one was read, in words, as an attribute; what is written to it shows in its times."""
+
+    def __init__(self, path: str) -> None:
+        self._path, self._text = path, ""
+
+    @property
+    def value(self) -> str:
+        """Return it, the same object as long as nothing changes."""
+        try:
+            found = os.stat(self._path)
+            text = f"{found.st_ino} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns}"
+        except OSError:
+            text = "not there"
+        if text != self._text:
+            self._text = text
+        return self._text
+
+
 class StoredItems:
     """What a dictionary holds, where asking it for an item makes a new one each time."""
 

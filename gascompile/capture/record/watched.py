@@ -20,7 +20,7 @@ from gascompile.capture.fingerprint.code_origin import key_of
 from gascompile.capture.record.asked_settings import AskedSetting
 from gascompile.capture.record.contents import bytes_of, digest_of, elements_of, is_plain, raw_of
 from gascompile.capture.record.likeness import GONE, alike, same, shown
-from gascompile.capture.record.stand_ins import StoredItems, Variable
+from gascompile.capture.record.stand_ins import ReadFile, StoredItems, Variable
 
 Columns = tuple[list[Any], list[Any], list[Any], list[Any]]
 """Owners, keys, values and names of what is watched."""
@@ -119,6 +119,11 @@ class Watches:
         """Watch environment variables."""
         for name in names:
             self.attribute(Variable(name), "value", f"the environment variable {name}")
+
+    def files(self, paths: Iterable[str]) -> None:
+        """Watch files that were read."""
+        for path in sorted(paths):
+            self.attribute(ReadFile(path), "value", f"the file {path}")
 
     def settings(self, names: Iterable[str]) -> None:
         """Watch settings of torch."""
