@@ -124,8 +124,7 @@ def _captured(
         except Exception as error:  # torch.export raises whatever the model's own code raises
             raise _capture_error(model, error) from error
         if dynamic_shapes is not None:
-            _require_no_words(recorder, model)
-            _require_proven_sizes(program, model)
+            _require_ranges(recorder, program, model)
         _require_no_transforms(program.graph_module)
         _require_no_packing(recorder, model)
         return EffectTrace(
@@ -159,25 +158,19 @@ def _captured(
     return replace(captured, record=steady.record), steady
 
 
-def _require_no_words(recorder: Recorder, model: nn.Module) -> None:
-    """Return if no size of a range was taken for what it is in words, or for its type: those of its symbol.
+def _require_ranges(
+    recorder: Recorder, program: torch.export.ExportedProgram, model: nn.Module
+) -> None:
+    """Return if sizes of ranges were not taken for what they are in words or by type, nor decide together.
 
     Raises:
-        CaptureError: one was.
+        CaptureError: one was taken for what its symbol is, or several decide something that holds for some alone.
     """
     if recorder.words_of_sizes is not None:
         raise CaptureError(
             f"{recorder.words_of_sizes}, which for a range of sizes is not what it is for each. What to do: leave out "
             f"dynamic_shapes for {type(model).__name__}, or compute with the number alone"
         )
-
-
-def _require_proven_sizes(program: torch.export.ExportedProgram, model: nn.Module) -> None:
-    """Return if whatever was decided by sizes is the same for all sizes of the ranges.
-
-    Raises:
-        CaptureError: something holds for some of them.
-    """
     relation = unproven_relation(program)
     if relation is not None:
         raise CaptureError(

@@ -112,6 +112,9 @@ class Executor:
             is_random = any(draws(node.target) for node in graph_module.graph.nodes)
             self._counted = CountedRuns(counter, session, plan, on_exceed, draws=is_random)
             self._schedule = self._counted.prepared(self._schedule)
+        apart = () if session.device.is_host else session.kept.tensors
+        self.written = frozenset(n for op in plan.workload.ops for n in op.writes if n in apart)
+        """States that a run writes to in the device's memory; ``Session.pull_states`` brings them back."""
         self._has_residents = False
         """Whether all resident weights are there, for which no step waits any more."""
         self.last_run: RunReport | None = None
@@ -356,6 +359,7 @@ class Executor:
         tier = plan.machine.compute_tier
         stalls = tuple(mover.stalls)
         counted = session.device.peak_bytes()
+        by_host = "allocator" if is_counted else "planned workspace"
         planned = session.arena.size_bytes + session.kept.size_bytes + live_bytes
         peak_bytes = {tier: planned if counted is None else counted}
         if not session.device.is_host:
@@ -379,13 +383,7 @@ class Executor:
             stalls=stalls,
             process_peak_bytes=process_peak_bytes(),
             site_s=self._site_s(time_s, sum(stall.time_s for stall in stalls)),
-            peak_source=(
-                "device"
-                if counted is not None
-                else "allocator"
-                if is_counted
-                else "planned workspace"
-            ),
+            peak_source="device" if counted is not None else by_host,
         )
 
     def _site_s(self, time_s: float, stall_s: float) -> dict[str, float]:

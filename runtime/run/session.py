@@ -7,7 +7,7 @@ of the arena and on the addresses of the resident weights, and take turns with t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
@@ -321,9 +321,9 @@ class Session:
         """Whether this process opened it, not one that this was forked from, and nobody has begun to close it."""
         return self._life is life() and not self._closed
 
-    def pull_states(self) -> None:
-        """Bring the caller's states up to date with what runs have made of them."""
-        self._turn.take(self.kept.pull)
+    def pull_states(self, written: Collection[str] | None = None) -> None:
+        """Bring the caller's states, or those that the latest run wrote to, up to date with what runs made of them."""
+        self._turn.take(partial(self.kept.pull, written))
 
     def run(self, user: object, body: Callable[[bool], Result]) -> Result:
         """Hold the session for one run of ``user``; ``body`` is told whether its prefetches are still under way.

@@ -83,18 +83,18 @@ def test_states_follow_eager(model: Counting, cache: Path, is_small: bool) -> No
     ) as compiled:
         for seed in range(3):
             check(compiled, eager, seed)
+            assert model.calls == seed + 1
+            assert_states(dict(model.named_buffers()), eager)
             report = compiled.last_run
             assert report is not None
             if budget is not None:
                 assert report.peak_bytes["gpu"] <= budget
         session = compiled._gascompile.session
         assert session is not None
-        # They are in the device's memory: the host's copy is older until somebody asks.
         assert session.kept.tensors["calls"] == 3
-        assert model.calls == 0
+        assert session.kept.tensors["calls"].data_ptr() != model.calls.data_ptr()
         assert session.kept.size_bytes >= model.recent.nbytes + model.calls.nbytes
         assert_states(compiled.states, eager)
-        assert model.calls == 3
         # What the caller writes is what the next call reads.
         compiled.states["calls"].fill_(10)
         eager.calls.fill_(10)
@@ -108,6 +108,122 @@ def test_states_follow_eager(model: Counting, cache: Path, is_small: bool) -> No
     check(compiled, eager, 6)
     compiled.close()
     assert_states(dict(model.named_buffers()), eager)
+
+
+def test_the_model_is_at_any_time_what_eager_would_have_made_of_it(
+    model: Counting, cache: Path
+) -> None:
+    eager = copy.deepcopy(model)
+    with gascompile.compile(model, None, machine=MACHINE, cache_dir=cache) as compiled:
+        for seed in range(3):
+            check(compiled, eager, seed)
+        assert compiled.calls == model.calls == 3
+        for found in (model.state_dict(), compiled.state_dict(), dict(model.named_buffers())):
+            assert_states(found, eager)
+        assert_states(dict(copy.deepcopy(model).named_buffers()), eager)
+        # What is made of the value that is seen is what goes on.
+        for own in (model, eager):
+            own.calls.add_(100)
+            assert own.norm.running_mean is not None
+            own.norm.running_mean.mul_(2.0)
+        check(compiled, eager, 3)
+        # The model itself changes them, too, between two calls of what was compiled.
+        with torch.no_grad():
+            assert torch.allclose(model(images(4)), eager(images(4)), rtol=0, atol=1e-5)
+        check(compiled, eager, 5)
+        assert_states(dict(model.named_buffers()), eager)
+        for own in (model, eager):
+            own.eval()
+        check(compiled, eager, 6)
+        assert_states(dict(model.named_buffers()), eager)
+
+
+def test_states_stay_where_they_are_and_go_to_the_device_no_more(
+    model: Counting, cache: Path
+) -> None:
+    with gascompile.compile(model, None, machine=MACHINE, cache_dir=cache) as compiled:
+        compiled(images(0))
+        session, step = compiled._gascompile.session, model.step._version
+        assert session is not None
+        kept, own = session.kept, dict(model.named_buffers())
+        places = [t.data_ptr() for t in (*own.values(), *kept.tensors.values())]
+        for seed in range(1, 4):
+            compiled(images(seed))
+        assert dict(model.named_buffers()) == own
+        assert [t.data_ptr() for t in (*own.values(), *kept.tensors.values())] == places
+        assert model.step._version == step, "nobody writes to a constant"
+        kept.tensors["calls"].fill_(50)
+        kept.push()
+        assert kept.tensors["calls"] == 50, "a copy that came from there was taken for the caller's"
+
+
+@pytest.fixture
+def dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    # What it has compiled keeps its threads until then.
+    torch._dynamo.reset()
+    gc.collect()
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_states_of_a_graph_of_dynamo_follow_eager(model: Counting, cache: Path) -> None:
+    eager = copy.deepcopy(model)
+    options: dict[str, Any] = {"machine": MACHINE, "cache_dir": str(cache)}
+    traced = torch.compile(model, backend="gascompile", options=options)
+    with torch.no_grad():
+        for seed in range(3):
+            wanted = eager(images(seed))
+            torch.testing.assert_close(traced(images(seed)), wanted, rtol=0, atol=1e-5)
+            assert_states(dict(model.named_buffers()), eager)
+            for own in (model, eager):
+                own.calls.add_(100)
+
+
+class Picking(nn.Module):
+    """Counts its calls before it picks a row, which may not be there."""
+
+    calls: torch.Tensor
+    picked: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("picked", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        result: torch.Tensor = self.linear(x).index_select(0, row) * self.calls
+        self.picked += 1
+        return result
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_states_of_a_run_that_ends_early(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, is_interrupted: bool
+) -> None:
+    model = Picking().eval()
+    eager, x, row = copy.deepcopy(model), torch.randn(4, 8), torch.tensor([1])
+    with torch.no_grad(), gascompile.compile(model, machine=MACHINE, cache_dir=cache) as compiled:
+        assert torch.allclose(compiled(x, row), eager(x, row))
+        session = compiled._gascompile.session
+        assert session is not None
+        with monkeypatch.context() as patch:
+            if is_interrupted:
+                patch.setattr(session._files, "recheck", interrupt)
+            with pytest.raises(KeyboardInterrupt if is_interrupted else (IndexError, RuntimeError)):
+                compiled(x, row if is_interrupted else torch.tensor([9]))
+        with pytest.raises(IndexError):
+            eager(x, torch.tensor([9]))
+        eager.picked += int(is_interrupted)
+        assert (model.calls, model.picked) == (eager.calls, eager.picked)
+        assert torch.allclose(compiled(x, row), eager(x, row))
+        assert (model.calls, model.picked) == (eager.calls, eager.picked)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def test_states_are_saved_as_they_are(model: Counting, cache: Path, tmp_path: Path) -> None:
