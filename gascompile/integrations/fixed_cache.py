@@ -6,6 +6,7 @@ window, so results are those of a cache that grows. How much is there is a tenso
 
 from __future__ import annotations
 
+import mmap
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -55,7 +56,7 @@ class FixedCache(Cache):
     ) -> FixedCache:
         """Return a cache that holds nothing yet and has room for ``size`` tokens of so many rows."""
         keys, values = (
-            [empty_past(kind, size + _SPARE, rows) for kind in kinds]
+            [_lasting_past(kind, size + _SPARE, rows) for kind in kinds]
             for kinds in zip(*like, strict=True)
         )
         cache = FixedCache(torch.tensor(0), _length(size), keys, values)
@@ -228,8 +229,17 @@ def _length(size: int) -> torch.Tensor:
     return torch.zeros(size, dtype=torch.int8)
 
 
+def _lasting_past(like: torch.Tensor, length: int, rows: int) -> torch.Tensor:
+    """Return ``empty_past`` in memory that comes when it is written to: a large cache costs what its text does."""
+    _, heads, _, width = like.shape
+    count = rows * heads * length * width
+    size_bytes = count * like.dtype.itemsize
+    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=like.dtype, count=count).view(rows, heads, length, width)
+
+
 def _longer(past: torch.Tensor, length: int) -> torch.Tensor:
-    longer = empty_past(past, length)
+    longer = _lasting_past(past, length, past.shape[0])
     longer[:, :, : past.shape[2]] = past
     return longer
 

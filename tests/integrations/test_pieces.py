@@ -14,7 +14,8 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-from gascompile.integrations.fixed_cache import FixedCache, cache_shapes
+from benchmarks.anonymous import anonymous_bytes
+from gascompile.integrations.fixed_cache import FixedCache, FixedLayer, cache_shapes
 from gascompile.integrations.pieces import token_mask
 
 NUM_PAST = 9
@@ -85,3 +86,19 @@ def test_a_function_of_ones_own_is_asked() -> None:
     finally:
         del ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
     assert token_mask(model, call, mask, window) is not None
+
+
+def test_a_large_cache_takes_the_memory_of_what_is_written() -> None:
+    like = [(torch.empty(1, 4, 2, 32), torch.empty(1, 4, 2, 32, dtype=torch.bfloat16))]
+    before_bytes = anonymous_bytes()
+    cache = FixedCache.empty(like, 1 << 18, 2)
+    assert cache.num_bytes > 300 << 20
+    layer = cache.layers[0]
+    assert isinstance(layer, FixedLayer)
+    layer.keys[:, :, :10] = 1.0
+    assert anonymous_bytes() - before_bytes < 32 << 20
+    assert layer.keys.dtype == torch.float32
+    assert layer.values.dtype == torch.bfloat16
+    assert layer.keys[1, 3, 9].eq(1.0).all()
+    assert layer.keys[1, 3, 10:].eq(0.0).all()
+    assert layer.values[0, 0, :100].eq(0.0).all()
