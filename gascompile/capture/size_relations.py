@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,5 +45,5 @@ def _in_words(relation: Any, placeholders: list[torch.fx.Node]) -> str:
     for node in placeholders:
         for place, size in enumerate(_shape(node)):
             if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
-                text = text.replace(str(size.node.expr), f"{node.name}.shape[{place}]")
+                text = re.sub(rf"\b{size.node.expr}\b", f"{node.name}.shape[{place}]", text)
     return text

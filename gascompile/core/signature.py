@@ -97,7 +97,8 @@ def require_bare(value: torch.Tensor, what: str) -> None:
     """
     names = [] if isinstance(value, nn.Parameter) else sorted(attributes_of(value))
     for name in names:
-        if not name.startswith("_"):
+        # Torch's compiler marks which dimensions are dynamic.
+        if not name.startswith("_dynamo"):
             raise UnsupportedOpError(
                 f"{what} carries the attribute '{name}', which no plan compares from call to call; pass it as an "
                 "argument of its own, and the tensor without it, as in x.detach()"
