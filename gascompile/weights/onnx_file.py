@@ -151,7 +151,9 @@ def _proto(file: Path) -> tuple[Any, os.stat_result, str]:
 
 def _damaged(file: Path, error: Exception) -> CheckpointError:
     reason = ascii(first_line_of(error, 300))[1:-1]
-    return CheckpointError(f"{file} is damaged or no ONNX model: {reason}")
+    return CheckpointError(
+        f"{file} is damaged or no ONNX model: {reason}; export it again, or download it again"
+    )
 
 
 def _inferred(file: Path, proto: Any) -> onnx_ir.Model:
