@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
+from gascompile.integrations.cache_argument import cache_argument
 from gascompile.integrations.fixed_cache import FixedLayer, cache_shapes, empty_past
 
 
@@ -35,6 +36,7 @@ class DecodingStep(nn.Module):
         self.lm = lm
         self.max_length = max_length
         self._accepted = frozenset(inspect.signature(lm.forward).parameters)
+        self._cache = cache_argument(lm.forward)
         shapes = cache_shapes(lm)
         self._num_layers = len(shapes)
         for i, (key, value) in enumerate(shapes):
@@ -70,9 +72,9 @@ class DecodingStep(nn.Module):
         options = {"logits_to_keep": 1, "position_ids": positions[None]}
         result = self.lm(
             input_ids=input_ids,
-            past_key_values=Cache(layers=layers),
             use_cache=True,
             return_dict=True,
+            **{self._cache: Cache(layers=layers)},
             **{name: value for name, value in options.items() if name in self._accepted},
         )
         logits: torch.Tensor = result.logits[:, -1]

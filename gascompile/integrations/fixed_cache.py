@@ -26,6 +26,7 @@ from transformers.cache_utils import (
 from gascompile.capture.calls import register_flat
 from gascompile.capture.fake_twin import fake_twin
 from gascompile.core.errors import UnsupportedOpError
+from gascompile.integrations.cache_argument import cache_argument
 
 
 class FixedCache(Cache):
@@ -312,7 +313,8 @@ def cache_shapes(lm: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     (mode,) = {tensor.fake_mode for tensor in twin.parameters()}
     cache = DynamicCache(config=lm.config)
     with mode, torch.no_grad():
-        twin(input_ids=torch.zeros(1, 2, dtype=torch.long), past_key_values=cache, use_cache=True)
+        tokens = torch.zeros(1, 2, dtype=torch.long)
+        twin(input_ids=tokens, use_cache=True, **{cache_argument(twin.forward): cache})
     layers: list[Any] = cache.layers
     for i, layer in enumerate(layers):
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) or layer.keys is None:

@@ -20,6 +20,11 @@ import torch
 from gascompile.api.together import plan_together
 from gascompile.capture.calls import bind_call
 from gascompile.core.errors import CaptureError, PlanMismatchError, UnsupportedOpError
+from gascompile.integrations.cache_argument import (
+    CACHE_ARGUMENTS,
+    argument_in,
+    cache_argument,
+)
 from gascompile.integrations.pieces import (
     held_bytes,
     is_cut,
@@ -56,12 +61,17 @@ def methods(cls: type) -> dict[str, Callable[..., Any]]:
     if not hasattr(cls, "_prepare_cache_for_generation") or not hasattr(cls, "generate"):
         return {}
 
+    held = cache_argument(cls.forward)  # type: ignore[attr-defined]
+
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for name in CACHE_ARGUMENTS:
+            if name != held and kwargs.get(name) is not None and held not in kwargs:
+                kwargs[held] = kwargs.pop(name)  # its name in code for other versions
         if not any(map(_is_fixed, (*args, *kwargs.values()))):
-            _refuse_static(kwargs.get("past_key_values"))
+            _refuse_static(kwargs.get(held), held)
             return self._gascompile.call(args, kwargs)
         args, kwargs = bind_call(self._gascompile.positional, args, kwargs)
-        return _forward(self, kwargs["past_key_values"], args, kwargs)
+        return _forward(self, kwargs[held], args, kwargs)
 
     def prepare(self: Any, generation_config: Any, model_kwargs: Any, *args: Any, **kw: Any) -> Any:
         theirs = cls._prepare_cache_for_generation
@@ -69,13 +79,13 @@ def methods(cls: type) -> dict[str, Callable[..., Any]]:
         cache = _cache_for(self, generation_config, model_kwargs, call.arguments)
         if cache is None:
             return theirs(self, generation_config, model_kwargs, *args, **kw)
-        model_kwargs["past_key_values"] = cache
+        model_kwargs[held] = cache
         # Of a configuration that the loop has made for itself. There is a plan already.
         generation_config.disable_compile = True
         return None
 
     def inputs(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        cache: Any = kwargs.get("past_key_values")
+        cache: Any = kwargs.get(held)
         if _is_fixed(cache):
             # Masks that depend on more than positions are the model's to make, for the whole call.
             cache.take_masks(any(kwargs.get(name) is not None for name in _SEEN))
@@ -102,8 +112,8 @@ def _is_fixed(value: Any) -> bool:
     return module is not None and isinstance(value, module.FixedCache)
 
 
-def _refuse_static(cache: Any) -> None:
-    """Refuse transformers' own caches of a fixed size.
+def _refuse_static(cache: Any, held: str) -> None:
+    """Refuse transformers' own caches of a fixed size, which a call has under the name ``held``.
 
     Raises:
         UnsupportedOpError: says what to do.
@@ -113,8 +123,8 @@ def _refuse_static(cache: Any) -> None:
         getattr(cache, "self_attention_cache", cache), library.StaticCache
     ):
         raise UnsupportedOpError(
-            "a StaticCache is for calls that torch.compile traces, and no input of a plan; leave out past_key_values= "
-            "and cache_implementation=: a decoder that is compiled makes a cache of fixed size by itself"
+            "a StaticCache is for calls that torch.compile traces, and no input of a plan; leave out "
+            f"{held}= and cache_implementation=: a decoder that is compiled makes a cache of fixed size by itself"
         )
 
 
@@ -126,7 +136,7 @@ def _cache_for(
     rows, length = of.get("batch_size"), of.get("max_cache_length")
     if mode not in _MODES or not isinstance(rows, int) or not isinstance(length, int):
         return None
-    if given.get("past_key_values") is not None or config.use_cache is False:
+    if any(given.get(name) is not None for name in CACHE_ARGUMENTS) or config.use_cache is False:
         return None
     # Static caches are of a fixed size, too.
     if config.cache_implementation not in (None, "static"):
@@ -238,5 +248,5 @@ def _moved_on(result: Any, cache: FixedCache, num_tokens: int) -> Any:
     cache.advance(num_tokens)
     if isinstance(result, tuple):
         return tuple(cache if _is_fixed(value) else value for value in result)
-    result.past_key_values = cache
+    setattr(result, argument_in(vars(result)), cache)
     return result

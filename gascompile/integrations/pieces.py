@@ -14,12 +14,13 @@ from torch.utils import _pytree as pytree
 
 from gascompile.capture.calls import RangedCall
 from gascompile.core.errors import PlanMismatchError
+from gascompile.integrations.cache_argument import CACHE_ARGUMENTS, argument_in, cache_argument
 
 if TYPE_CHECKING:
     from gascompile.integrations.fixed_cache import FixedCache
 
 KNOWN = frozenset(
-    {"input_ids", "position_ids", "attention_mask", "past_key_values", "use_cache", "logits_to_keep",
+    {"input_ids", "position_ids", "attention_mask", *CACHE_ARGUMENTS, "use_cache", "logits_to_keep",
      "return_dict"}
 )  # fmt: skip
 """What a piece can be cut out of."""
@@ -78,7 +79,7 @@ def with_masks(
     """
     from transformers.masking_utils import create_masks_for_generate
 
-    cache: FixedCache = call["past_key_values"]
+    cache: FixedCache = call[argument_in(call)]
     window = cache.look(num_tokens)
     mask = call.get("attention_mask")
     if mask is None:
@@ -87,13 +88,13 @@ def with_masks(
         quick = token_mask(compiled, call, mask, window) if num_tokens == 1 else None
         if quick is not None and cache.has_plain_masks:
             return dict(call) | {"attention_mask": quick}
-        make = getattr(compiled, "create_masks_for_generate", create_masks_for_generate)
+        make: Any = getattr(compiled, "create_masks_for_generate", create_masks_for_generate)
         mask = make(
             config=compiled.config,
             inputs_embeds=torch.empty(rows, num_tokens, 0, dtype=cache.dtype),
             attention_mask=mask,
-            past_key_values=cache,
             position_ids=call.get("position_ids"),
+            **{cache_argument(make): cache},
             **{name: call.get(name) for name in _OF_MASKS},
         )
     else:
@@ -151,7 +152,7 @@ def token_mask(
     ):
         return None
     rows, num_tokens = mask.shape
-    if num_tokens != call["past_key_values"].get_seq_length() + 1:
+    if num_tokens != call[argument_in(call)].get_seq_length() + 1:
         return None
     seen = torch.zeros(rows, 1, 1, window, dtype=torch.bool)
     seen[:, 0, 0, :num_tokens] = mask
@@ -165,14 +166,15 @@ def ranged(piece: Mapping[str, Any], most: int) -> RangedCall:
         piece: a call of any number of tokens, with its masks.
         most: tokens of the longest one.
     """
-    cache: FixedCache = piece["past_key_values"]
+    held = argument_in(piece)
+    cache: FixedCache = piece[held]
     window = cache.seen.shape[0]
     seen = torch.export.Dim("seen", min=2, max=cache.size)
     tokens = torch.export.Dim("tokens", min=2, max=most) if most > 1 else None
 
     def of(name: str, value: Any) -> tuple[Any, Any]:
         """Return a value for the longest call and its dimensions."""
-        if name == "past_key_values":
+        if name == held:
             nothing = [None] * len(value.layers)
             return value.whole(), [None, {0: seen}, nothing, nothing]
         if isinstance(value, dict):
@@ -198,7 +200,7 @@ def held_bytes(cache: FixedCache, call: RangedCall | None = None) -> int:
     num_bytes = cache.num_bytes + cache.keys_bytes
     if call is None:
         return num_bytes
-    given = dict(call.kwargs) | {"past_key_values": None}
+    given = dict(call.kwargs) | {argument_in(call.kwargs): None}
     # A mask is put together from another one.
     return num_bytes + 2 * sum(
         leaf.numel() * leaf.element_size()

@@ -7,12 +7,14 @@ import copy
 import queue
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy
 import pytest
+import regex
 import torch
 from torch import nn
 
@@ -43,6 +45,8 @@ class Net(nn.Module):
         self.space = SimpleNamespace(calls=0)
         self.numbers = iter([1.0, 2.0, 3.0, 4.0])
         self.generator = random.Random(0)
+        self.pattern = regex.compile("a", regex.ASCII | regex.VERSION1)
+        self.frozen = _Frozen()
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.extra(self, self.layer(x))
@@ -262,7 +266,24 @@ def _could_advance(net: Net, y: torch.Tensor) -> Any:
     return y * next(net.numbers) * net.generator.random() if net.training else y
 
 
+def _reads_a_pattern(net: Net, y: torch.Tensor) -> Any:
+    """Flags are a field that no code can set, and another number at each look."""
+    return _sets_once(net, y) if net.pattern.flags & regex.ASCII else y
+
+
+@dataclass(frozen=True, slots=True)
+class _Frozen:
+    factor: Any = None
+
+
+def _sets_once_in_a_frozen_one(net: Net, y: torch.Tensor) -> Any:
+    if net.frozen.factor is None:
+        object.__setattr__(net.frozen, "factor", 3.0)
+    return y * net.frozen.factor
+
+
 LET_GO = [
+    _reads_a_pattern, _sets_once_in_a_frozen_one,
     _sets_once, _memorises, _memorises_globally, _keeps_a_table, _keeps_what_weights_give,
     _sets_once_and_counts, _saturates, _drops_layers_in_training, _could_advance,
 ]  # fmt: skip

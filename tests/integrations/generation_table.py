@@ -9,6 +9,11 @@ from typing import Any
 import torch
 import transformers
 
+from gascompile.integrations.cache_argument import argument_in, cache_argument
+
+HELD = cache_argument(transformers.LlamaForCausalLM.forward)
+"""The name under which models take a cache."""
+
 SMALL: dict[str, Any] = {
     "vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512, "eos_token_id": None, "pad_token_id": 0,
@@ -114,6 +119,11 @@ OTHERS: dict[str, Callable[[], Any]] = {
     ),
 }  # fmt: skip
 """Models that read more than text, and what makes their configurations."""
+
+
+def past_of(result: Any) -> Any:
+    """Return the cache that a result has."""
+    return getattr(result, argument_in(vars(result)))
 
 
 def made(family: str) -> Any:

@@ -26,7 +26,7 @@ from gascompile.integrations import fixed_cache
 from gascompile.integrations.generation import Generator
 from tests.allocator import peak_growth_bytes
 from tests.integrations import generation_table as table
-from tests.integrations.generation_table import DECODERS, MODES, OTHERS, made, text
+from tests.integrations.generation_table import DECODERS, HELD, MODES, OTHERS, made, past_of, text
 
 Compiled = Callable[..., Any]
 
@@ -180,21 +180,17 @@ def test_later_tokens_go_on_from_the_cache(compiled: Compiled) -> None:
     ids = text(1, 6)
     wanted = model.generate(ids, max_new_tokens=8, do_sample=False)
     first = it.generate(ids, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
-    kept = copy.deepcopy(first.past_key_values)
-    for past in (first.past_key_values, kept):
-        found = it.generate(
-            first.sequences, max_new_tokens=4, do_sample=False, past_key_values=past
-        )
+    kept = copy.deepcopy(past_of(first))
+    for past in (past_of(first), kept):
+        found = it.generate(first.sequences, max_new_tokens=4, do_sample=False, **{HELD: past})
         assert torch.equal(found, wanted)
     with pytest.raises(UnsupportedOpError, match="compiled models"):
-        model.generate(
-            wanted, max_new_tokens=2, do_sample=False, past_key_values=copy.deepcopy(kept)
-        )
+        model.generate(wanted, max_new_tokens=2, do_sample=False, **{HELD: copy.deepcopy(kept)})
     longer = torch.cat((wanted, text(1, 245)), 1)
-    found = it.generate(longer, max_new_tokens=2, do_sample=False, past_key_values=kept)
+    found = it.generate(longer, max_new_tokens=2, do_sample=False, **{HELD: kept})
     assert torch.equal(found, model.generate(longer, max_new_tokens=2, do_sample=False))
     kept.reset()
-    found = it.generate(ids, max_new_tokens=8, do_sample=False, past_key_values=kept)
+    found = it.generate(ids, max_new_tokens=8, do_sample=False, **{HELD: kept})
     assert torch.equal(found, wanted)
 
 
@@ -205,15 +201,15 @@ def test_a_loop_of_ones_own(compiled: Compiled) -> None:
     ids = text(1, 6)
     wanted = model.generate(ids, max_new_tokens=5, do_sample=False)
     first = it.generate(ids, max_new_tokens=2, do_sample=False, return_dict_in_generate=True)
-    tokens, cache = first.sequences, first.past_key_values
+    tokens, cache = first.sequences, past_of(first)
     with torch.no_grad():
         for args, kwargs in (
             ((None, None, cache), {}),
             ((None, None, cache), {"return_dict": False}),
-            ((), {"past_key_values": cache}),
+            ((), {HELD: cache}),
         ):
             result = it(tokens[:, -1:], *args, **kwargs)
-            assert (result[1] if isinstance(result, tuple) else result.past_key_values) is cache
+            assert (result[1] if isinstance(result, tuple) else past_of(result)) is cache
             tokens = torch.cat((tokens, result[0][:, -1:].argmax(-1)), 1)
     assert torch.equal(tokens, wanted)
 
@@ -225,16 +221,16 @@ def test_a_cache_of_transformers_own_goes_on_as_it_is(compiled: Compiled) -> Non
         it = compiled(model)
         past = DynamicCache(config=model.config)
         with torch.no_grad():
-            model(text(1, 12), past_key_values=past)
+            model(text(1, 12), **{HELD: past})
             if num_removed:
                 past.crop(-num_removed)
             for _ in range(2):
                 token = text(1, 1, seed=num_removed)
-                wanted = model(token, past_key_values=copy.deepcopy(past))
-                found = it(token, past_key_values=copy.deepcopy(past))
+                wanted = model(token, **{HELD: copy.deepcopy(past)})
+                found = it(token, **{HELD: copy.deepcopy(past)})
                 torch.testing.assert_close(found.logits, wanted.logits)
-                past = found.past_key_values
-                assert past.get_seq_length() == wanted.past_key_values.get_seq_length()
+                past = past_of(found)
+                assert past.get_seq_length() == past_of(wanted).get_seq_length()
 
 
 def test_code_that_needs_a_cache_that_grows_gets_one(compiled: Compiled) -> None:
@@ -304,8 +300,8 @@ def test_caches_of_a_fixed_size_that_are_not_ours_are_refused(compiled: Compiled
     """What attention returns over one is as long as the cache, not the text; and T5 makes no cache of ours."""
     model = made("Llama")
     it, static = compiled(model), StaticCache(config=model.config, max_cache_len=16)
-    with pytest.raises(UnsupportedOpError, match="leave out past_key_values="):
-        it.generate(text(1, 4), max_new_tokens=2, past_key_values=static)
+    with pytest.raises(UnsupportedOpError, match=f"leave out {HELD}="):
+        it.generate(text(1, 4), max_new_tokens=2, **{HELD: static})
     with pytest.raises(UnsupportedOpError, match="StaticCache"):
         it.generate(
             text(1, 4), max_new_tokens=2, output_attentions=True, cache_implementation="static"

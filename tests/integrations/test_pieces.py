@@ -17,6 +17,7 @@ from transformers.masking_utils import (
 from benchmarks.anonymous import anonymous_bytes
 from gascompile.integrations.fixed_cache import FixedCache, FixedLayer, cache_shapes
 from gascompile.integrations.pieces import token_mask
+from tests.integrations.generation_table import HELD
 
 NUM_PAST = 9
 SIZES: dict[str, Any] = {
@@ -42,7 +43,7 @@ def call_of(model: Any, rows: int) -> tuple[dict[str, Any], torch.Tensor, int]:
     mask = torch.ones(rows, NUM_PAST + 1, dtype=torch.long)
     mask[0, :3] = 0
     positions = torch.full((rows, 1), NUM_PAST)
-    return {"past_key_values": cache, "position_ids": positions}, mask, cache.look(1)
+    return {HELD: cache, "position_ids": positions}, mask, cache.look(1)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -54,7 +55,7 @@ def test_it_is_the_library_s(rows: int) -> None:
         config=model.config,
         inputs_embeds=torch.empty(rows, 1, 0),
         attention_mask=mask,
-        past_key_values=call["past_key_values"],
+        **{HELD: call[HELD]},
         position_ids=call["position_ids"],
     )
     assert found is not None

@@ -14,6 +14,7 @@ from torch import nn
 from gascompile import compile_step
 from gascompile.core.errors import CaptureError, ClosedStepError, InfeasiblePlanError
 from gascompile.training.step import TrainingStep
+from tests.integrations.generation_table import past_of
 from tests.training.runs import (
     BUDGET_BYTES,
     MACHINE,
@@ -240,7 +241,7 @@ def test_outputs_of_transformers_and_their_caches(tmp_path: Path) -> None:
         assert all(map(torch.equal, found.hidden_states, wanted.hidden_states))
         found, wanted = step.model(tokens), reference(tokens)
         assert torch.equal(found.logits, wanted.logits)
-        layers = zip(found.past_key_values.layers, wanted.past_key_values.layers, strict=True)
+        layers = zip(past_of(found).layers, past_of(wanted).layers, strict=True)
         for layer, other in layers:
             assert torch.equal(layer.keys, other.keys)
             assert torch.equal(layer.values, other.values)

@@ -87,8 +87,14 @@ def put(owner: Any, key: Any, value: object) -> bool:
         base = next((base for base in kind.__mro__ if key in vars(base)), None)
         if base is None:
             return False
-        is_slot = isinstance(vars(base)[key], types.MemberDescriptorType)
-        setattr(owner if is_slot else base, key, value)
+        slot = vars(base)[key]
+        if not isinstance(slot, types.MemberDescriptorType):
+            setattr(base, key, value)
+            return True
+        try:
+            slot.__set__(owner, value)  # of frozen classes as well
+        except AttributeError:  # a field of C that no code sets, such as the flags of a pattern
+            return False
     else:
         return False
     return True
