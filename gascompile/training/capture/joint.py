@@ -1,7 +1,7 @@
 """Joint graph: forward and backward of a loss as one straight line of ATen ops, the ones that eager runs.
 
-Traced by AOTAutograd over fake tensors: nothing is computed and no weight is copied. What the backward pass
-starts from, a one, becomes an op; tensors from outside the model become inputs.
+Traced by AOTAutograd over fake tensors: nothing is computed and no weight is copied. Its first gradient, a one,
+becomes an op; tensors from outside the model become inputs.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils import _pytree as pytree
 
 from gascompile.capture.alone import alone
@@ -192,7 +190,7 @@ def _captured(wrapped: TracedLoss, leaves: list[Any]) -> fx.GraphModule:
         try:
             return _traced(wrapped, leaves)
         except DataDependentOutputException:
-            # Libraries look at values while nobody compiles them, for example whether a mask masks anything.
+            # Libraries look at values while nobody compiles them, such as whether a mask masks.
             with exporting():
                 return _traced(wrapped, leaves)
     except (CaptureError, UnsupportedOpError):
@@ -214,6 +212,8 @@ def _traced(wrapped: nn.Module, leaves: list[Any]) -> fx.GraphModule:
         quick_traces(),
         own_kernels(),
         uncompiled(),
+        # Without one, torch 2.14 reads the values of scalars, which may lie in a file.
+        tracing(TracingContext(None)),
     ):
         if any(isinstance(module, nn.LSTM) for module in wrapped.modules()):
             # The fused kernel hands its backward pass a workspace that no trace has.
