@@ -146,6 +146,11 @@ def _loaded(file: Path, stream: BinaryIO) -> Any:
             "loads"
         ) from error
     except _UNREADABLE as error:
+        if isinstance(error, NotImplementedError) and "meta tensor" in str(error):
+            # Since torch 2.14, which makes none without values.
+            raise CheckpointError(
+                f"{file} holds tensors that are not plain, such as sparse ones; make them dense and save them again"
+            ) from error
         raise _damaged(file, error) from error
 
 
