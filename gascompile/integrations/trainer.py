@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from transformers.optimization import AdafactorSchedule
 
 from gascompile.core.budget import Budget
@@ -66,6 +66,7 @@ class GasTrainer(Trainer):
         return self._step
 
     def _inner_training_loop(self, *args: Any, **options: Any) -> Any:
+        _require_no_looks_between(self)
         try:
             return super()._inner_training_loop(*args, **options)
         finally:
@@ -110,6 +111,8 @@ class GasTrainer(Trainer):
             assert self._planned is not None, "train() has prepared an optimizer"
             assert self.model is not None, "it is what is trained"
             arguments = self.args
+            if arguments.max_grad_norm > 0:
+                _require_all_trained(self.model, self._planned.planned)
             self._step = compile_step(
                 self.model,
                 self._traced_loss(),
@@ -240,6 +243,28 @@ class _PlannedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """The step keeps gradients from one update to the next, and no longer."""
+
+
+def _require_all_trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse gradients that ``Trainer`` would count among those that it clips, and no update uses."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in held:
+            raise UnsupportedOpError(
+                f"'{name}' requires a gradient, by which Trainer clips those of others, and the optimizer does not "
+                "have it; freeze it by requires_grad_(False), or pass max_grad_norm=0"
+            )
+
+
+def _require_no_looks_between(trainer: GasTrainer) -> None:
+    """Refuse callbacks that look at gradients, or at parameters that are not updated yet: one step does all."""
+    for callback in trainer.callback_handler.callbacks:
+        kind = type(callback)
+        if kind.on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step:
+            raise UnsupportedOpError(
+                f"{kind.__name__} has an on_pre_optimizer_step, and a planned step computes gradients and updates in "
+                "one; remove_callback it, or let it act in on_optimizer_step, after the update"
+            )
 
 
 def _require_followed(trainer: GasTrainer) -> None:

@@ -82,7 +82,8 @@ def compile_step(
         machine: ``None`` for this machine, measured once and remembered; or a preset's name or a file. ``emulated``
             is an accelerator of bounded memory behind links of set bandwidths.
         cache_dir: where the machine profile is kept and what leaves memory goes.
-        max_grad_norm: clip gradients by their global norm, as ``torch.nn.utils.clip_grad_norm_`` does.
+        max_grad_norm: clip gradients by their global norm, as ``torch.nn.utils.clip_grad_norm_`` does with the
+            optimizer's parameters.
         grad_norm: let ``last_run`` say the norm of all gradients of each update; where they are clipped it always
             does.
         accumulate: batches per update. Gradients are summed as by repeated ``loss.backward()``, and every

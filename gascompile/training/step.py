@@ -25,7 +25,11 @@ from gascompile.machines.op_times import computes_here
 from gascompile.machines.run_within_budget import planned_again
 from gascompile.runtime.memory.pages import Pages
 from gascompile.runtime.run.recording import Recording
-from gascompile.training.capture.requirements import require_alone, require_bare_batch
+from gascompile.training.capture.requirements import (
+    require_alone,
+    require_bare_batch,
+    require_own_saves,
+)
 from gascompile.training.optimizers.optimizers import require_rule, structure
 from gascompile.training.optimizers.unplanned import BudgetWatch, update
 from gascompile.training.planning.kinds import kind_of
@@ -196,6 +200,8 @@ class TrainingStep(StepValues):
     ) -> StepUnit:
         admit(batch)
         require_bare_batch(batch)
+        if trains:
+            require_own_saves()
         self._require_unchanged()
         # One program for all of them, where torch's own optimizer updates.
         updates = updates and not self._settings.unplanned

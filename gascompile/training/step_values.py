@@ -23,6 +23,7 @@ from gascompile.distributed.rows import RowSampler
 from gascompile.training.optimizers.unplanned import changed_by
 from gascompile.training.rank_step import RankStep
 from gascompile.training.state.checkpoints import CheckpointFolder
+from gascompile.training.state.extra_states import require_no_extra_states
 from gascompile.training.state.file_values import FileValues
 from gascompile.training.state.holdings import Holdings
 from gascompile.training.state.replicas import ReplicaCost
@@ -190,7 +191,8 @@ class StepValues:
 
         Raises:
             StorageError: another job saves there, or it cannot be written; the checkpoint before stays valid.
-            UnsupportedOpError: two replicas of one process, or in a folder that all ranks share.
+            UnsupportedOpError: two replicas of one process, or in a folder that all ranks share; a module has a state
+                beside its tensors (``get_extra_state``).
             ValueError: nothing has been planned yet, ``extra`` is no JSON, ``keep`` is not positive, or ``replicas``
                 neither 1 nor 2.
         """
@@ -200,6 +202,7 @@ class StepValues:
             )
         if keep < 1:
             raise ValueError(f"keep={keep}: the checkpoint that is written stays; give 1 or more")
+        require_no_extra_states(self._model)
         states = self._open_states()
         self._holdings.settle_all()
         checkpoints, changing = self._checkpoints(folder), self._changing(states)

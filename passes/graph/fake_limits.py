@@ -65,6 +65,15 @@ _NEW_DIMENSION = {
     _ATEN.diag_embed,
 }
 """Ops whose dimension is one of their result."""
+_SIZES = ("input_sizes", "self_sizes", "sizes")
+"""What gradients of selections call the shape of which they make one: their dimension is one of that."""
+
+
+@functools.cache
+def _place_of_sizes(func: Any) -> int:
+    """Return which argument of an op names the shape that its dimension is one of; -1 where its first one has it."""
+    names = [argument.name for argument in func._schema.arguments]
+    return next((names.index(name) for name in _SIZES if name in names), -1)
 
 
 def _check_dim(func: Any, args: Sequence[Any]) -> None:
@@ -72,6 +81,8 @@ def _check_dim(func: Any, args: Sequence[Any]) -> None:
     place = _place_of_dim(func)
     if not 0 < place < len(args) or not isinstance(args[0], torch.Tensor):
         return
-    dim, count = args[place], max(args[0].dim(), 1)
+    sizes = _place_of_sizes(func)
+    rank = len(args[sizes]) if 0 < sizes < len(args) else args[0].dim()
+    dim, count = args[place], max(rank, 1)
     if type(dim) is int and not -count <= dim < count:
         raise IndexError(f"the dimension {dim} is none of a tensor of {count}")

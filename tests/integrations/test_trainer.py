@@ -12,6 +12,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.optimization import Adafactor, AdafactorSchedule
 
+from gascompile.core.errors import UnsupportedOpError
 from gascompile.integrations.trainer import GasTrainer
 
 transformers.utils.logging.disable_progress_bar()
@@ -179,6 +180,31 @@ def test_an_error_gives_the_values_back(tmp_path: Path) -> None:
     assert trainer.step is None
     assert all(p.untyped_storage().nbytes() for p in trainer.model.parameters())
     assert all("exp_avg" in state for state in trainer.optimizer.state.values())
+
+
+def test_clipping_by_gradients_that_nothing_uses_is_refused(tmp_path: Path) -> None:
+    trainer = made(GasTrainer, tmp_path, {**SHORT, "max_grad_norm": 1.0}, budget=BUDGET)
+    trainer.optimizer = torch.optim.SGD(list(trainer.model.parameters())[1:], lr=0.1)
+    with pytest.raises(UnsupportedOpError, match="freeze it by requires_grad_"):
+        trainer.train()
+
+
+class Scaling(TrainerCallback):
+    """Changes gradients before the update."""
+
+    def on_pre_optimizer_step(self, *_: Any, model: Any = None, **__: Any) -> None:
+        """Scale those that there are."""
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.1)
+
+
+def test_callbacks_between_gradients_and_updates_are_refused(tmp_path: Path) -> None:
+    trainer = made(GasTrainer, tmp_path, SHORT, budget=BUDGET, callbacks=[Scaling()])
+    with pytest.raises(UnsupportedOpError, match="Scaling has an on_pre_optimizer_step"):
+        trainer.train()
+    trainer.remove_callback(Scaling)
+    trainer.train()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from gascompile.capture.batches import leaves_of
 from gascompile.core.errors import CaptureError, UnsupportedOpError
 from gascompile.core.ranks import RankLayout
-from gascompile.core.signature import require_bare
+from gascompile.core.signature import require_bare, require_plain
 
 _SHARED = (
     "torch.distributed",
@@ -89,12 +89,14 @@ def require_followed(
 
 
 def require_bare_batch(batch: Any) -> None:
-    """Refuse a batch whose gradient eager would compute, or with attributes that the loss may read.
+    """Refuse a batch whose gradient eager would compute, with attributes that the loss may read, or not plain.
 
     Raises:
         UnsupportedOpError: names the tensor's shape.
     """
     for leaf in leaves_of(batch):
+        if type(leaf) is torch.Tensor:
+            require_plain(leaf, f"a tensor of the batch, {list(leaf.shape)},")
         if isinstance(leaf, torch.Tensor) and vars(leaf):
             require_bare(leaf, f"a tensor of the batch, {list(leaf.shape)},")
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
@@ -102,6 +104,19 @@ def require_bare_batch(batch: Any) -> None:
                 f"a tensor of the batch, {list(leaf.shape)}, requires a gradient, which a planned step does not give; "
                 "pass its detach(), or compute it within loss_fn"
             )
+
+
+def require_own_saves() -> None:
+    """Refuse hooks around a step which change or move what its backward pass keeps.
+
+    Raises:
+        UnsupportedOpError: such hooks are on.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        raise UnsupportedOpError(
+            "saved_tensors_hooks, as of save_on_cpu, are on around the step, which keeps by plan what its backward "
+            "pass needs and calls none of them; call the step outside of them"
+        )
 
 
 def require_alone(layout: RankLayout | None = None) -> None:

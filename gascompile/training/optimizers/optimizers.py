@@ -15,6 +15,7 @@ from gascompile.core.ranks import RankLayout, StageLayout
 from gascompile.runtime.kernels.state_codes import SIGNED, UNSIGNED
 from gascompile.training.optimizers import class_updates, coded_updates, update_ops
 from gascompile.training.optimizers.known_classes import RULES, rule_of
+from gascompile.training.optimizers.own_step import require_own_step
 from gascompile.training.optimizers.rule_trials import require_followed
 from gascompile.training.optimizers.slots import PART, TOTAL, Slot, Stage, StateTile
 from gascompile.training.state.open_optimizer import listed
@@ -47,10 +48,7 @@ def require_rule(optimizer: torch.optim.Optimizer, states: StateForm = "fp32") -
             f"no update rule for {kind.__name__}; use one of {SUPPORTED}, or pass unplanned_optimizer=True: torch "
             "then updates all parameters at once, which have to fit memory for that time"
         )
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        raise UnsupportedOpError(
-            f"the {kind.__name__} has step hooks, which a planned step does not call; remove them"
-        )
+    require_own_step(optimizer)
     if rule is not None:
         require_followed(rule, optimizer)
         if states != "fp32":
@@ -112,7 +110,7 @@ class Rules:
             placed: of a pipeline, which rank has which parameters.
 
         Raises:
-            UnsupportedOpError: an optimizer or an option without a rule.
+            UnsupportedOpError: an optimizer or an option without a rule, or a parameter twice.
             ValueError: the optimizer holds parameters that are not the model's.
         """
         self.optimizer, self.states, self.layout = optimizer, states, layout
@@ -123,7 +121,7 @@ class Rules:
         is_plain = self.plans_updates and self.by_class is None
         self.is_adam = is_plain and type(optimizer) is not torch.optim.SGD
         self.slots: dict[str, Slot] = {}
-        index = 0
+        index, seen = 0, set[str]()
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 if id(parameter) not in names:
@@ -131,6 +129,11 @@ class Rules:
                         f"parameter {index} of the optimizer is none of the model's; make it over model.parameters()"
                     )
                 name = names[id(parameter)]
+                if name in seen:
+                    raise UnsupportedOpError(
+                        f"the optimizer has '{name}' twice, and torch would update it twice; leave one out"
+                    )
+                seen.add(name)
                 if name in trained or parameter.dtype == torch.float32:
                     self.slots[name] = self._slot(name, index, number, parameter)
                 index += 1

@@ -21,6 +21,7 @@ from gascompile.training.optimizers.optimizers import Rules
 from gascompile.training.optimizers.slots import TOTAL, Slot, StateTile
 from gascompile.training.state.aliasing import Storages
 from gascompile.training.state.covers import Covers
+from gascompile.training.state.extra_states import is_of_tensors
 from gascompile.training.state.file_values import FileValues
 from gascompile.training.state.named_values import NamedValues, Total
 from gascompile.training.state.open_optimizer import OpenOptimizer, listed, restore
@@ -243,11 +244,15 @@ class States(NamedValues):
         checked = self._checked(states["optimizer"])
         self.generation += 1
         restore(self.optimizer, self._rest(states["optimizer"]))
-        for name, own in self.names().items():
-            if own:
-                self.assign(own, model[name])
-            elif isinstance(kept[name], torch.Tensor):
-                kept[name].detach().copy_(model[name])
+        if is_of_tensors(self.model, kept):
+            for name, own in self.names().items():
+                if own:
+                    self.assign(own, model[name])
+                else:
+                    kept[name].detach().copy_(model[name])
+        else:
+            # By the model's own hooks and methods, which write to what is open.
+            self.model.load_state_dict(model)
         self._take_over(*checked)
 
     def _wanted(self, kept: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
