@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-_OURS = {"_cover", "_views"}
+_OURS = {"_cover", "_viewed", "_views"}
 """Of tensors that an open training step has."""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import logging
 import pickle
 from collections.abc import Callable, Iterator
@@ -20,34 +19,18 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from gascompile.core.errors import GASCompileError, OpenStepError, UnsupportedOpError
 from gascompile.training.state.holdings import Holdings
-from gascompile.training.step import TrainingStep
-from tests.training.runs import TinyGPT, adamw, batches, compiled, loss_fn, new_model, plain_step
+from tests.training.open_steps import (
+    Trained,
+    assert_same,
+    forward,
+    saved,
+    trained_and_open,
+    trained_in_torch,
+)
+from tests.training.runs import adamw, batches, compiled, loss_fn, new_model, plain_step
 
 NAME = "blocks.0.up.weight"
 Touch = Callable[["Trained"], Any]
-
-
-class Trained:
-    """A model after a step, open or in plain torch."""
-
-    def __init__(self, model: TinyGPT, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
-        self.step: TrainingStep | None = None
-
-    @property
-    def weight(self) -> Any:
-        return self.model.get_parameter(NAME)
-
-    @property
-    def mean(self) -> Any:
-        return self.model.get_buffer("norm.running_mean")
-
-
-def saved(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 def on(*changes: Callable[[Any], object]) -> Touch:
@@ -90,14 +73,6 @@ def optimizer_reloaded(trained: Trained) -> Any:
         entry["exp_avg"] *= 0.5
     trained.optimizer.load_state_dict(state)
     return trained.optimizer.state_dict()
-
-
-def forward(trained: Trained) -> Any:
-    trained.model.eval()
-    with torch.no_grad():
-        found = loss_fn(trained.model, batches(1)[0])
-    trained.model.train()
-    return found
 
 
 def forward_that_counts(trained: Trained) -> Any:
@@ -210,40 +185,13 @@ REFUSED_BY_THE_STEP: dict[str, Touch] = {
 
 @pytest.fixture
 def plain() -> Trained:
-    model = new_model().train()
-    trained = Trained(model, adamw(model))
-    torch.manual_seed(5)
-    plain_step(model, trained.optimizer, batches(1)[0])
-    trained.optimizer.zero_grad()
-    return trained
+    return trained_in_torch()
 
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[Trained]:
-    model = new_model().train()
-    trained = Trained(model, adamw(model))
-    with compiled(model, trained.optimizer, tmp_path) as trained.step:
-        torch.manual_seed(5)
-        trained.step(batches(1)[0])
+    with trained_and_open(tmp_path) as trained:
         yield trained
-
-
-def assert_same(ours: Any, theirs: Any, where: str) -> None:
-    if isinstance(theirs, torch.Tensor):
-        assert ours.shape == theirs.shape, where
-        assert torch.equal(ours, theirs), where
-    elif isinstance(theirs, np.ndarray):
-        assert np.array_equal(ours, theirs), where
-    elif isinstance(theirs, dict):
-        assert ours.keys() == theirs.keys(), where
-        for key, value in theirs.items():
-            assert_same(ours[key], value, f"{where} {key}")
-    elif isinstance(theirs, (list, tuple)):
-        assert len(ours) == len(theirs), where
-        for number, value in enumerate(theirs):
-            assert_same(ours[number], value, f"{where} {number}")
-    else:
-        assert str(ours) == str(theirs), where
 
 
 def test_reading_gives_the_values(opened: Trained, plain: Trained) -> None:

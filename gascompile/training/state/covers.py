@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ class Covers:
         value: Callable[[str], torch.Tensor],
         assign: Callable[[str, torch.Tensor], None],
         settle: Callable[[], object],
+        shared: Collection[str] = (),
     ) -> None:
         """Change nothing yet.
 
@@ -38,6 +39,7 @@ class Covers:
             value: returns a copy.
             assign: takes a new value.
             settle: blocks while values go back into the model, whose asker was interrupted.
+            shared: names of tensors that are views of others, or have views.
         """
         self._model = model
         self._covers = [
@@ -49,6 +51,7 @@ class Covers:
                 partial(assign, name),
                 wait=settle,
                 settle=settle,
+                is_shared=name in shared,
             )
             for name, tensor in tensors.items()
         ]
@@ -91,6 +94,8 @@ class Covers:
         # Asked in Python, each tensor would answer by a function of torch's.
         with torch._C.DisableTorchFunctionSubclass():
             given = next((c for c in self._covers if c.is_open and c.tensor.grad is not None), None)
+        for cover in self._covers:
+            cover.require_followed()
         if given is not None:
             raise OpenStepError(
                 f"'{given.name}' has a gradient from outside of the step, which no update would use; put what it "
@@ -142,9 +147,8 @@ class Covers:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.lift()
         for cover in self._covers:
-            cover.is_closed = True
+            cover.close()
 
 
 def _with_values(module: nn.Module, state: Any, prefix: str, _metadata: Any) -> None:

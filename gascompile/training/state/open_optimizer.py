@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,6 +24,7 @@ class OpenOptimizer:
         *,
         whole: Callable[[State], State],
         take: Callable[[State], State],
+        moments: Callable[[], Mapping[torch.Tensor, State]],
         settle: Callable[[], object],
     ) -> None:
         """Add the hooks.
@@ -31,6 +33,7 @@ class OpenOptimizer:
             optimizer: without its moments.
             whole: adds them to its state.
             take: takes them from a state and returns the rest.
+            moments: returns copies by parameter, for who copies or pickles the optimizer itself.
             settle: blocks while moments go back into the optimizer, whose asker was interrupted.
         """
 
@@ -46,6 +49,16 @@ class OpenOptimizer:
             self._settle(settle)
             return None if self._is_closed else take(state)
 
+        def copied() -> State:
+            self._settle(settle)
+            state: State = type(optimizer).__getstate__(optimizer)
+            if self._is_closed:
+                return state
+            return {**state, "state": defaultdict(dict, {**optimizer.state, **moments()})}
+
+        # Copy and pickle ask the object itself for it, before its class.
+        vars(optimizer)["__getstate__"] = copied
+        self._optimizer = optimizer
         self._is_closed = self._is_settling = False
         self._handles = [
             optimizer.register_state_dict_post_hook(saved),
@@ -55,6 +68,7 @@ class OpenOptimizer:
     def close(self) -> None:
         """Remove the hooks; idempotent."""
         self._is_closed = True
+        vars(self._optimizer).pop("__getstate__", None)
         if self._is_settling:
             # Torch is going through the hooks: what is left of them does nothing.
             return

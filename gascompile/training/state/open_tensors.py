@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from gascompile.core.errors import OpenStepError
 from gascompile.core.waiting import life
+from gascompile.training.state.open_guard import GUARD
 
 Change = Callable[[torch.Tensor], Any]
 """A view, of a tensor that may be on the meta device."""
@@ -39,6 +40,7 @@ class Cover:
         holder: str = "an open training step",
         wait: Callable[[], object] = bool,
         settle: Callable[[], object] = bool,
+        is_shared: bool = False,
     ) -> None:
         """Change nothing yet.
 
@@ -51,7 +53,9 @@ class Cover:
             holder: who has the value, as errors call it.
             wait: blocks until the value is back, where nobody has the holder any more.
             settle: blocks while another thread puts the value back, whose asker was interrupted.
+            is_shared: whether other tensors of the model lie in its memory.
         """
+        self.is_shared = is_shared
         self.holder, self.life, self.wait, self.settle = holder, life(), wait, settle
         self.name, self.tensor = name, tensor
         self._like, self._value, self._assign = like, value, assign
@@ -59,6 +63,11 @@ class Cover:
         self._shell: torch.Tensor | None = None
         """Has the tensor's own memory while the step is open."""
         self._copy: weakref.ref[torch.Tensor] | None = None
+        self._viewed: weakref.ref[Viewed] | None = None
+        self._source: tuple[weakref.ref[torch.Tensor], int] | None = None
+        """Has the same memory in plain torch."""
+        self._memory: torch.Tensor | None = None
+        """What views see once the step is closed."""
         self.is_closed = False
 
     def put(self) -> None:
@@ -90,8 +99,58 @@ class Cover:
     def give_back(self, value: torch.Tensor) -> None:
         """Lift it from a tensor that has a value from then on: nobody sees one without."""
         self.behind.data = value
+        self.close()
+
+    def close(self) -> None:
+        """Lift it for good; views see the memory that the tensor has now, as in plain torch."""
         self.lift()
+        if self.viewed_now() is not None and not self.is_closed:
+            self._memory = self.tensor.detach()
         self.is_closed = True
+
+    def viewed_now(self) -> Viewed | None:
+        """Return what views that somebody has are views of."""
+        return self._viewed() if self._viewed is not None else None
+
+    def viewed(self) -> Viewed:
+        """Return what a new view is a view of."""
+        self._viewed = weakref.ref(viewed := self.viewed_now() or Viewed(self))
+        return viewed
+
+    def part(self) -> None:
+        """Let views that somebody has keep the value of now, apart from the tensor."""
+        self._source = None
+        if (viewed := self.viewed_now()) is not None:
+            kept = self.value().detach()
+            viewed.cover = Cover(
+                self.name, kept, self._like, kept.detach, lambda _: None, self.holder
+            )
+            viewed.cover.is_closed = True
+            self._viewed = None
+
+    def join(self, viewed: Viewed) -> None:
+        """Let views that were parted see the tensor again."""
+        viewed.cover, self._viewed = self, weakref.ref(viewed)
+
+    def follow(self, source: torch.Tensor) -> None:
+        """Take note of who would have the same memory in plain torch."""
+        if not source.is_inference():
+            self._source = weakref.ref(source), source._version
+
+    def require_followed(self) -> None:
+        """Refuse a value that somebody has changed past the step.
+
+        Raises:
+            OpenStepError: a tensor that was assigned to ``data`` was written to.
+        """
+        if self._source is None:
+            return
+        given, version = self._source[0](), self._source[1]
+        if given is not None and given._version != version:
+            raise OpenStepError(
+                f"what was assigned to the data of '{self.name}' was written to since, and {self.holder} has the older "
+                "value: in plain torch both have one memory. Assign it to the data again"
+            )
 
     def _swap(self, shell: torch.Tensor, own: type, others: type) -> None:
         torch._C._swap_tensor_impl(self.tensor, shell)
@@ -104,7 +163,11 @@ class Cover:
 
     def value(self) -> torch.Tensor:
         """Return a copy; the model's own memory, once the step is closed."""
-        return self.tensor.detach() if self.is_closed else self._value()
+        if self.is_closed:
+            memory = None if isinstance(self.tensor, OpenTensor) else self._memory
+            return self.tensor.detach() if memory is None else memory
+        self.require_followed()
+        return self._value()
 
     def shared_copy(self) -> torch.Tensor:
         """Return a copy that stays the same for all who ask, until somebody writes to the tensor."""
@@ -129,6 +192,15 @@ class Cover:
         return self._like
 
 
+class Viewed:
+    """What views are views of: a tensor's value, or what was its value before the tensor got other data."""
+
+    __slots__ = ("__weakref__", "cover", "home")
+
+    def __init__(self, cover: Cover) -> None:
+        self.cover = self.home = cover
+
+
 @dataclass(slots=True)
 class _Values:
     """Copies that one op works on, and who they are of."""
@@ -142,7 +214,7 @@ class _Values:
     def real(self, tensor: OpenTensor) -> torch.Tensor:
         """Return what stands for an open tensor in the op."""
         if id(tensor) not in self.made:
-            cover = tensor._cover
+            cover = cover_of(tensor)
             whole = self.wholes.setdefault(cover, cover.value())
             self.made[id(tensor)] = _viewed(whole, tensor._views)
             self.of[id(self.made[id(tensor)])] = tensor
@@ -153,6 +225,8 @@ class OpenTensor(torch.Tensor):
     """A tensor, or a view of one, whose value a step has."""
 
     _cover: Cover
+    """Of a tensor of a model; views have ``_viewed``."""
+    _viewed: Viewed
     _views: tuple[Change, ...]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -174,9 +248,8 @@ class OpenTensor(torch.Tensor):
         from gascompile.training.state.open_access import answer
 
         for given in pytree.tree_leaves((args, kwargs)):
-            cover = vars(given).get("_cover") if isinstance(given, OpenTensor) else None
-            if cover is not None:
-                cover.settle()
+            if isinstance(given, OpenTensor) and vars(given).keys() & {"_cover", "_viewed"}:
+                cover_of(given).settle()
         return answer(func, args, kwargs or {})
 
     @classmethod
@@ -189,7 +262,7 @@ class OpenTensor(torch.Tensor):
         if _is_view(func) and isinstance(args[0], OpenTensor):
             return _view(func, args, kwargs)
         values = _Values()
-        written = [t._cover for t in _written(func, args, kwargs)]
+        written = [cover_of(t) for t in _written(func, args, kwargs)]
         real = pytree.tree_map_only(OpenTensor, values.real, (args, kwargs))
         result = func(*real[0], **real[1])
         for cover in dict.fromkeys(written):
@@ -209,7 +282,7 @@ def _open_kind(own: type) -> type[OpenTensor]:
 
 def _made(
     kind: type[OpenTensor],
-    cover: Cover,
+    place: Cover | Viewed,
     like: torch.Tensor,
     views: tuple[Change, ...],
     *,
@@ -224,11 +297,22 @@ def _made(
         layout=like.layout,
         device=torch.device("cpu"),
         requires_grad=requires_grad,
+        _extra_dispatch_keys=GUARD,
     )
     # Code that goes past the ops, such as an extension, gets an error in the place of no memory.
     torch._C._set_throw_on_mutable_data_ptr(opened)
-    opened._cover, opened._views = cover, views
+    opened._views = views
+    if isinstance(place, Cover):
+        opened._cover = place
+    else:
+        opened._viewed = place
     return opened
+
+
+def cover_of(tensor: OpenTensor) -> Cover:
+    """Return who knows the value."""
+    viewed: Viewed | None = vars(tensor).get("_viewed")
+    return tensor._cover if viewed is None else viewed.cover
 
 
 def _viewed(whole: torch.Tensor, views: tuple[Change, ...]) -> torch.Tensor:
@@ -245,17 +329,18 @@ def _is_view(func: Any) -> bool:
 def _view(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """Return open views: what is written to them is written to the whole."""
     tensor, *rest = args
-    outline = _viewed(tensor._cover.outline(), tensor._views)
+    outline = _viewed(cover_of(tensor).outline(), tensor._views)
+    place = vars(tensor).get("_viewed") or tensor._cover.viewed()
     viewed = func(outline, *rest, **kwargs)
     if isinstance(viewed, torch.Tensor):
         views = (*tensor._views, lambda whole: func(whole, *rest, **kwargs))
-        return _made(OpenTensor, tensor._cover, viewed, views)
+        return _made(OpenTensor, place, viewed, views)
 
     def part(number: int) -> Change:
         return lambda whole: func(whole, *rest, **kwargs)[number]
 
     return [
-        _made(OpenTensor, tensor._cover, like, (*tensor._views, part(number)))
+        _made(OpenTensor, place, like, (*tensor._views, part(number)))
         for number, like in enumerate(viewed)
     ]
 
@@ -296,7 +381,7 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def refusal(what: str, args: Any) -> OpenStepError:
     """Return the error for something that an open tensor cannot answer."""
-    covers = [t._cover for t in pytree.tree_leaves(args) if isinstance(t, OpenTensor)]
+    covers = [cover_of(t) for t in pytree.tree_leaves(args) if isinstance(t, OpenTensor)]
     name = f"'{covers[0].name}'" if covers else "a parameter"
     holder = covers[0].holder if covers else "an open training step"
     return OpenStepError(

@@ -122,9 +122,14 @@ class States(NamedValues):
             value=self._read,
             assign=self._written,
             settle=settle,
+            shared={*views, *(view.owner for view in storages.views.values())},
         )
         self._open = OpenOptimizer(
-            self.optimizer, whole=self._saved, take=self._loaded, settle=settle
+            self.optimizer,
+            whole=self._saved,
+            take=self._loaded,
+            moments=self._moments,
+            settle=settle,
         )
 
     def _take_moments(self) -> None:
@@ -191,6 +196,11 @@ class States(NamedValues):
     def _saved(self, optimizer_state: dict[str, Any]) -> dict[str, Any]:
         self._before_access()
         return self._with_moments(optimizer_state)
+
+    @in_turn
+    def _moments(self) -> dict[torch.Tensor, dict[str, Any]]:
+        self._before_access()
+        return {self.tensor(slot.name): entry for slot, _, entry in self.entries()}
 
     @in_turn
     def _loaded(self, optimizer_state: dict[str, Any]) -> dict[str, Any]:
