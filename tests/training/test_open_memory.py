@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from gascompile import compile_step
 from gascompile.core.errors import OpenStepError
 from tests.training.open_steps import (
     Trained,
@@ -20,7 +21,7 @@ from tests.training.open_steps import (
     trained_and_open,
     trained_in_torch,
 )
-from tests.training.runs import batches, plain_step
+from tests.training.runs import MACHINE, batches, plain_step
 
 Touch = Callable[[Trained], Any]
 
@@ -156,3 +157,27 @@ def test_data_that_is_written_to_elsewhere_is_not_overlooked(opened: Trained) ->
     opened.weight.data = other
     assert torch.equal(opened.weight.detach(), other)
     opened.step(batches(1)[0])
+
+
+def test_data_of_tensors_that_share_memory_is_refused(tmp_path: Path) -> None:
+    class Turned(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.register_buffer("turned", self.weight.data.t())
+
+    model = Turned()
+    before = model.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with compile_step(
+        model,
+        lambda model, batch: model(batch).mean(),
+        optimizer,
+        "64MiB",
+        torch.ones(2, 4),
+        machine=MACHINE,
+        cache_dir=tmp_path,
+    ):
+        for name in ("weight", "turned"):
+            with pytest.raises(OpenStepError, match="shares its memory"):
+                getattr(model, name).data = torch.zeros(4, 4)
+        assert torch.equal(model.weight.detach(), before)
