@@ -7,10 +7,12 @@ torch lists the names beside the attributes, and an op is known by the object th
 from __future__ import annotations
 
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._ops import OpOverloadPacket, _OpNamespace
+from torch._library.custom_ops import OPDEFS, CustomOpDef
+from torch._ops import OpOverload, OpOverloadPacket, _OpNamespace
 
 
 def look_up_op(holder: object, name: str) -> None:
@@ -24,6 +26,17 @@ def look_up_overloads(value: object) -> None:
     if isinstance(value, OpOverloadPacket):
         for name in value.overloads():
             getattr(value, name, None)
+
+
+def backward_places(value: object) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield where a custom op, or what stands for it in ``torch.ops``, has the functions of its backward pass."""
+    if isinstance(value, OpOverload):
+        value = OPDEFS.get(value._schema.name)
+    elif isinstance(value, OpOverloadPacket):
+        value = OPDEFS.get(value._qualified_op_name)
+    if isinstance(value, CustomOpDef):
+        for key in ("_setup_context_fn", "_backward_fn"):
+            yield vars(value), key
 
 
 def op_spaces() -> set[int]:

@@ -65,6 +65,14 @@ class Quiet(TorchFunctionMode):
             sys.setprofile(self._profile)
 
 
+def profile_again(before: Any) -> None:
+    """Give the profile back to whom it was taken from: a function, or a profiler that is no function."""
+    is_function = before is None or callable(before)
+    sys.setprofile(before if is_function else None)
+    if not is_function:
+        before.enable()
+
+
 def _changes_nothing(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     """Return whether gradients are switched to what they are: an export would cut its graph there, and join it."""
     return func is torch._C._set_grad_enabled and args == (torch.is_grad_enabled(),)

@@ -271,6 +271,11 @@ class Recorder:
         return next(iter(self._running.packed), None)
 
     @property
+    def calls_back(self) -> bool:
+        """Whether a backward pass would run Python code, as hooks."""
+        return self._running.calls_back
+
+    @property
     def settings(self) -> dict[str, object]:
         """Which of torch's settings the program has asked for, with what it was told."""
         return self._running.settings

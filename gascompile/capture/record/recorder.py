@@ -41,7 +41,7 @@ from gascompile.capture.record.asked_settings import (
 from gascompile.capture.record.call_digest import CallDigest
 from gascompile.capture.record.draws import all_random_states
 from gascompile.capture.record.library_values import FirstSeen
-from gascompile.capture.record.quiet import Quiet, origin_of_type
+from gascompile.capture.record.quiet import Quiet, origin_of_type, profile_again
 
 _CLOCKS = {
     "time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time",
@@ -61,8 +61,8 @@ _ASKS = {
     **_ANEW,
 }
 _ASKED_IN = ("time", "datetime", "posix", "nt", "os", "_thread", "_socket", "_random")
-_SETS = {"manual_seed", "seed", "set_state", "graphsafe_set_state"}
-"""Methods of generators."""
+_SETS = {"manual_seed", "seed", "set_state", "graphsafe_set_state"}  # methods of generators
+_ON_NODES = {"register_hook", "register_prehook"}  # methods of what autograd runs
 _METHODS = ("/torch/_tensor.py", "/torch/overrides.py")
 _WRAPS = ("/torch/_dynamo/", "/torch/_compile.py")
 """What lies around some of torch's functions once its compiler is loaded."""
@@ -101,7 +101,9 @@ class Running:
         self.asked: dict[str, Ask] = {}
         """Why another run may capture something else, in words."""
         self.backward: dict[str, None] = {}
-        """Code of the program that is to run in the backward pass, where nothing is recorded, in words."""
+        """Code of the program that is to run in the backward pass, which no kept plan is compared with, in words."""
+        self.calls_back = False
+        """Whether something is to run in Python in the backward pass, torch's own or the program's."""
         self.settings: dict[str, object] = {}
         """Of torch's, what the program asks for, with what it was told."""
         self.asks_past = False
@@ -150,7 +152,7 @@ class Running:
             try:
                 yield
             finally:
-                _profile_again(before)
+                profile_again(before)
                 _active.running = outer
 
     def _seen(self, frame: types.FrameType, event: str, argument: Any) -> None:
@@ -171,6 +173,8 @@ class Running:
                 self._asks(frame, _ASKS[name], name)
             elif name == "apply":
                 self.applies(argument.__self__)
+            elif name in _ON_NODES:
+                self._hooks_from(frame)
             elif (setting := setting_called(argument)) is not None:
                 self._asks_setting(setting, frame)
 
@@ -255,9 +259,12 @@ class Running:
             self._asks(frame, "seeds random numbers by the clock", "seed")
 
     def hooks(self, frame: types.FrameType) -> None:
-        """Note a hook on a gradient."""
-        caller = caller_of(frame.f_back)
-        if caller is not None:
+        """Note a hook on a gradient, by the frame of what sets it."""
+        self._hooks_from(frame.f_back)
+
+    def _hooks_from(self, frame: types.FrameType | None) -> None:
+        self.calls_back = True
+        if (caller := caller_of(frame)) is not None:
             self.backward[f"{caller.f_code.co_qualname} hooks into the backward pass"] = None
 
     def packs(self, frame: types.FrameType) -> None:
@@ -292,6 +299,7 @@ class Running:
         kind = by.f_locals.get("cls") if isinstance(by, types.FrameType) else by
         if not (isinstance(kind, type) and issubclass(kind, torch.autograd.Function)):
             return
+        self.calls_back = True
         if origin_of_type(kind) is not Origin.TORCH:
             self.backward[f"{kind.__qualname__} has a backward pass of its own"] = None
 
@@ -307,14 +315,6 @@ class Running:
         (self.files if reads else self.written).add(name)
         if reads and os.path.exists(name) and not os.path.isfile(name):
             self.asked[f"reads {name}, which is no file,"] = Ask.ANEW
-
-
-def _profile_again(before: Any) -> None:
-    """Give the profile back to whom it was taken from: a function, or a profiler that is no function."""
-    is_function = before is None or callable(before)
-    sys.setprofile(before if is_function else None)
-    if not is_function:
-        before.enable()
 
 
 def caller_of(frame: types.FrameType | None) -> types.FrameType | None:

@@ -33,7 +33,7 @@ from gascompile.capture.fingerprint.code_origin import (
 from gascompile.capture.record.function_tables import table_of
 from gascompile.capture.record.library_values import Steady, is_plain_value, plain_places
 from gascompile.capture.record.likeness import GONE, SCALARS
-from gascompile.capture.record.op_names import look_up_op, look_up_overloads
+from gascompile.capture.record.op_names import backward_places, look_up_op, look_up_overloads
 from gascompile.capture.record.opaque import is_source
 from gascompile.capture.record.stand_ins import ASKED, Current, held_by, stored_items
 from gascompile.capture.record.watched import ARRAYS, HOOKS, Reads, Watches, attribute_of
@@ -249,6 +249,8 @@ class _Walk:
         elif id(value) not in self._registered:
             look_up_overloads(value)
             self.fields(value, name)
+            for space, key in backward_places(value):
+                self.item(space, key, f"{name}.{key}")
             if isinstance(value, nn.Module):
                 # Nobody else looks at the tensors of a module that is not a part of the model.
                 for held in (value._modules, value._parameters, value._buffers):

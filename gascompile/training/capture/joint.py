@@ -38,9 +38,11 @@ from gascompile.core.quick_traces import quick_traces
 from gascompile.core.true_strides import true_strides
 from gascompile.passes.graph.bound_aliases import bound_aliases
 from gascompile.passes.parallel.legs import Action
+from gascompile.training.capture.backward_code import backward_recorded
 from gascompile.training.capture.cumulative_norms import numbered_norms, take_counts
 from gascompile.training.capture.exact_dropout import exact_dropout
-from gascompile.training.capture.joint_outputs import joint_outputs
+from gascompile.training.capture.joint_outputs import joint_outputs, require_dense
+from gascompile.training.capture.left_tensors import leaves_no_traced
 from gascompile.training.capture.own_kernels import own_kernels, uncompiled
 from gascompile.training.capture.trace_substitutes import TraceSubstitutes
 from gascompile.training.capture.traced_call import TracedModel, without_copies
@@ -107,6 +109,7 @@ class _Traced:
 
 @alone
 @no_collection()
+@leaves_no_traced
 def capture_joint(
     model: nn.Module,
     loss_fn: LossFunction,
@@ -136,7 +139,7 @@ def capture_joint(
         caches = torch.is_autocast_cache_enabled()
         kind = TracedModel if calls else TracedLoss
         wrapped = kind(model, loss_fn, spec, substitutes, recorder, trains=trains, caches=caches)
-        with recorder.around(), numbered_norms(model) as norms:
+        with recorder.around(), backward_recorded(recorder), numbered_norms(model) as norms:
             graph = _captured(wrapped, leaves)
         return EffectTrace(captured=_Traced(wrapped, norms), graph_module=graph, recorder=recorder)
 
@@ -278,7 +281,7 @@ def _read(
     take_counts(graph, bound, norms)
     exact_dropout(graph)
     made = _make_views(graph, bound, views)
-    _require_dense(graph)
+    require_dense(graph)
     _start_from_one(graph, canonical)
     results, gradients, mutations = joint_outputs(graph.output_node(), canonical)
     outputs: tuple[Any, ...] = tuple(results)
@@ -304,11 +307,6 @@ def _read(
         views=made,
         record=record,
     )
-
-
-def _require_dense(graph: fx.Graph) -> None:
-    if any("_sparse_" in str(node.target) for node in graph.nodes):
-        raise CaptureError("a gradient is sparse, which has no place in a plan; pass sparse=False")
 
 
 def _require_no_views(

@@ -60,3 +60,9 @@ def joint_outputs(
                 raise CaptureError(f"the loss also returns {other}, which has no place in a plan")
     assert results, "what is traced returns something"
     return results, gradients, mutations
+
+
+def require_dense(graph: fx.Graph) -> None:
+    """Refuse sparse gradients."""
+    if any("_sparse_" in str(node.target) for node in graph.nodes):
+        raise CaptureError("a gradient is sparse, which has no place in a plan; pass sparse=False")
