@@ -90,6 +90,17 @@ class Net(nn.Module):
         return out
 
 
+def applied(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
+    made: Any = function
+    out: torch.Tensor = made.apply(*args)
+    return out
+
+
+def counted(module: nn.Module, ins: Any, outs: Any) -> tuple[torch.Tensor]:
+    NUMBERS.append(1.0)
+    return (ins[0] / len(NUMBERS),)
+
+
 def by_global(gradient: torch.Tensor) -> torch.Tensor:
     return gradient * ALPHA
 
@@ -110,7 +121,7 @@ def node_hooked(net: Net, x: torch.Tensor) -> torch.Tensor:
 def nested(net: Net, x: torch.Tensor) -> torch.Tensor:
     """Take a gradient within the forward pass, of what reads a value in its backward pass."""
     with torch.enable_grad():
-        (gradient,) = torch.autograd.grad(Reversed.apply(x).square().sum(), x, create_graph=True)
+        (gradient,) = torch.autograd.grad(applied(Reversed, x).square().sum(), x, create_graph=True)
     return x + gradient
 
 
@@ -124,7 +135,8 @@ def of_act(register: str, hook: Callable[..., Any]) -> Callable[[], Net]:
 
 
 def square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    return (model(batch) - 1).square().mean()
+    value: torch.Tensor = (model(batch) - 1).square().mean()
+    return value
 
 
 def losses(build: Callable[[], Net], folder: Path | None) -> list[torch.Tensor]:
@@ -156,8 +168,8 @@ def losses(build: Callable[[], Net], folder: Path | None) -> list[torch.Tensor]:
 
 
 READS: dict[str, Callable[[], Net]] = {
-    "function, global": lambda: Net(lambda net, x: Reversed.apply(x)),
-    "function, module": lambda: Net(lambda net, x: OfModule.apply(x, net)),
+    "function, global": lambda: Net(lambda net, x: applied(Reversed, x)),
+    "function, module": lambda: Net(lambda net, x: applied(OfModule, x, net)),
     "custom op, closure": lambda: Net(lambda net, x: SCALED(x)),
     "op by its name": lambda: Net(lambda net, x: torch.ops.tests_backward_state.scaled(x)),
     "tensor hook": lambda: Net(hooked),
@@ -182,10 +194,10 @@ def test_annealed_values_are_read_anew(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "build",
     [
-        lambda: Net(lambda net, x: Counting.apply(x)),
+        lambda: Net(lambda net, x: applied(Counting, x)),
         of_act(
             "register_full_backward_hook",
-            lambda module, ins, outs: (NUMBERS.append(1.0), (ins[0] / len(NUMBERS),))[1],
+            counted,
         ),
     ],
 )

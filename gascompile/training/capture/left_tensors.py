@@ -14,7 +14,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 
 _log = logging.getLogger("gascompile")
-_P, _T = ParamSpec("_P"), TypeVar("_T")
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 def leaves_no_traced(
@@ -23,7 +24,7 @@ def leaves_no_traced(
     """Let attributes be what they were before ``capture`` where they hold traced tensors after it."""
 
     @functools.wraps(capture)
-    def captured(model: nn.Module, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    def captured(model: nn.Module, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         before = [
             (name, vars(module), dict(vars(module))) for name, module in model.named_modules()
         ]
