@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
+import array
+import ctypes
 import hashlib
+import io
 from typing import Any
 
+import numpy
 import torch
+
+_FILES = (io.BytesIO, io.StringIO)
+ARRAYS: tuple[Any, ...] = (
+    numpy.ndarray,
+    bytearray,
+    array.array,
+    memoryview,
+    ctypes.Structure.__base__,
+    *_FILES,
+)
+"""Kinds of which the bytes are compared; all values of ``ctypes`` have one base, which has no name."""
 
 
 def raw_of(held: Any) -> bytes:
     """Return the bytes of an array of any kind."""
-    return bytes(held) if isinstance(held, bytearray) else bytes(held.tobytes())
+    try:
+        if isinstance(held, _FILES):
+            text = held.getvalue()
+            raw = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
+            return raw + held.tell().to_bytes(8, "little")
+        return bytes(held.tobytes()) if hasattr(held, "tobytes") else bytes(held)
+    except ValueError:  # closed or released
+        return b""
 
 
 def is_plain(value: torch.Tensor) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -22,7 +22,7 @@ from gascompile.capture.record.watches import Code, watch
 def watched(
     model: nn.Module,
     known: Dependencies,
-    functions: Iterable[Callable[..., Any]] = (),
+    functions: Sequence[Callable[..., Any]] = (),
     *,
     versions: bool = True,
 ) -> Watches:

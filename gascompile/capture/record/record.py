@@ -25,6 +25,7 @@ from gascompile.capture.fingerprint.code_origin import (
 from gascompile.capture.later.rounds import Rounds, TracedCall
 from gascompile.capture.record.asked_inputs import AskedInputs
 from gascompile.capture.record.call_digest import CallDigest
+from gascompile.capture.record.containers import goes_over_attributes
 from gascompile.capture.record.dependencies import Dependencies, dependencies
 from gascompile.capture.record.given import changed_entries, entries_of
 from gascompile.capture.record.recorder import Ask, Running
@@ -377,6 +378,8 @@ def _reads(code: list[Code], model: nn.Module) -> Reads:
             here = names_of(body)
             names |= here.attributes.union(*here.chains)
             by_name = by_name or here.by_name
+        elif goes_over_attributes(body):
+            by_name = True
         elif _counts(body, origin, files):
             names.update(body.co_names)
             names.update(c for c in body.co_consts if isinstance(c, str) and c.isidentifier())

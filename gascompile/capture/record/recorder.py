@@ -235,8 +235,8 @@ class Running:
     def reads_variable(self, frame: types.FrameType) -> None:
         """Note an environment variable that the model's code reads, here with its value."""
         key = frame.f_locals.get("key")
-        if isinstance(key, str) and caller_of(frame.f_back) is not None:
-            self.environment.setdefault(key, variable(key))
+        if isinstance(key, (str, bytes)) and caller_of(frame.f_back) is not None:
+            self.environment.setdefault(os.fsdecode(key), variable(os.fsdecode(key)))
 
     def reads_variables(self, frame: types.FrameType) -> None:
         """Note that the model's code goes over all environment variables."""

@@ -5,7 +5,6 @@ All are compared by identity in three passes of C code; only where one differs i
 
 from __future__ import annotations
 
-import array
 import operator
 import re
 import types
@@ -13,12 +12,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
 import torch
 
 from gascompile.capture.fingerprint.code_origin import key_of
 from gascompile.capture.record.asked_settings import AskedSetting
-from gascompile.capture.record.contents import bytes_of, digest_of, elements_of, is_plain, raw_of
+from gascompile.capture.record.contents import (
+    ARRAYS,
+    bytes_of,
+    digest_of,
+    elements_of,
+    is_plain,
+    raw_of,
+)
 from gascompile.capture.record.likeness import GONE, alike, same, shown
 from gascompile.capture.record.stand_ins import ReadFile, StoredItems, Variable
 
@@ -29,7 +34,6 @@ Place = tuple[dict[str, Any], str, str]
 """A dictionary, a key of it, and what it is called."""
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-ARRAYS = (numpy.ndarray, bytearray, array.array)
 _ALWAYS = {"forward", "training", "__call__", "__defaults__", "__kwdefaults__", "_modules", *HOOKS}
 _MAX_ARRAY_BYTES = 1 << 20
 """Of an array that is kept to be compared; of larger ones a digest is."""

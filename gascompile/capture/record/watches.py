@@ -10,11 +10,11 @@ import builtins
 import contextvars
 import enum
 import linecache
-import logging
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Collection, Iterable, Mapping, Sized
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,40 +30,37 @@ from gascompile.capture.fingerprint.code_origin import (
     origin_of_name,
     wrapped_by,
 )
+from gascompile.capture.record.containers import GETTERS, INERT, is_held, names_asked
+from gascompile.capture.record.contents import ARRAYS
 from gascompile.capture.record.function_tables import table_of
 from gascompile.capture.record.library_values import Steady, is_plain_value, plain_places
 from gascompile.capture.record.likeness import GONE, SCALARS
 from gascompile.capture.record.op_names import backward_places, look_up_op, look_up_overloads
 from gascompile.capture.record.opaque import is_source
 from gascompile.capture.record.stand_ins import ASKED, Current, held_by, stored_items
-from gascompile.capture.record.watched import ARRAYS, HOOKS, Reads, Watches, attribute_of
+from gascompile.capture.record.watched import HOOKS, Reads, Watches, attribute_of
 from gascompile.core.tensor_attributes import attributes_of
 
 Code = tuple[types.CodeType, dict[str, Any]]
 
 _TENSORS = {"_parameters", "_buffers"}
-_MIRRORS = {"_flat_weights", "_flat_weight_refs"}
-"""Lists that recurrent layers make of their parameters, anew in every trace."""
+_MIRRORS = {"_flat_weights", "_flat_weight_refs"}  # recurrent layers make them in every trace
 _MANY_ENTRIES = 4096  # a larger table is compared by what was read of it alone
 _OF_ALL_MODULES = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
 """Hooks that each call of any module runs."""
-_INERT = (logging.Logger, logging.Handler, logging.Manager)
-"""What they say is no part of what a model computes; the first capture of a process changes torch's own. Nor are the
-lines of sources that messages quote: 120,000 of them once torch has shown some, which each call would compare."""
 _BOUND = (types.BuiltinMethodType, types.MethodWrapperType)
-_OWN_MODULE = {("globals",), ("sys", "modules")}
-"""Names by which code mostly asks for what is in its own module."""
+_OWN_MODULE = {("globals",), ("sys", "modules")}  # code mostly asks them for its own module
 _CHANGED_BY_METHODS = (list, dict, set, deque, bytearray)
 
 
 def watch(
     model: nn.Module,
-    functions: Iterable[Any],
-    code: Iterable[Code],
+    functions: Collection[Any],
+    code: Collection[Code],
     reads: Reads,
     *,
     versions: bool,
-    libraries: Iterable[Code] = (),
+    libraries: Collection[Code] = (),
     steady: Steady = lambda owner, key: True,
 ) -> Watches:
     """Return the values that ``reads`` names, as they are now.
@@ -88,6 +85,9 @@ def watch(
     for body, space in code:
         walk.names(names_of(body), space)
     walk.finish()
+    if not all(map(reads.has, walk.asked)):
+        told = (model, functions, code, replace(reads, names=walk.asked.union(reads.names or ())))
+        return watch(*told, versions=versions, libraries=libraries, steady=steady)
     # After the rest, which looks into what it finds.
     for body, space in libraries:
         walk.of_library(names_of(body), space)
@@ -110,6 +110,7 @@ class _Walk:
         self._spaces: dict[int, Any] = {}
         self._missing: set[tuple[int, str]] = set()
         self._plain: dict[int, Any] = {}
+        self.asked: frozenset[str] = frozenset()  # by getters, whose names stand in no code
 
     def module(self, module: nn.Module, name: str) -> None:
         """Watch a module of the model: what it is made of, its hooks, what is read of it."""
@@ -144,7 +145,7 @@ class _Walk:
         for key in list(space):
             if isinstance(owner, nn.RNNBase) and key in _MIRRORS:
                 continue
-            if key not in _TENSORS and self._reads.has(key):
+            if key not in _TENSORS and (self._reads.has(key) or is_held(owner, key)):
                 self.item(space, key, f"{name}.{key}")
         self._classes(owner, type(owner), name)
 
@@ -195,7 +196,7 @@ class _Walk:
     def _visit(self, value: Any, name: str) -> None:
         if isinstance(value, (torch.Tensor, *ARRAYS)):
             self.watches.content(value, name)
-        elif isinstance(value, _INERT) or value is linecache.cache:
+        elif isinstance(value, INERT) or value is linecache.cache:
             return
         elif is_source(value):
             self.watches.moving.append(name)
@@ -218,7 +219,10 @@ class _Walk:
             self._module(value)
         elif isinstance(value, type):
             # By one name, whoever reaches it first.
-            self._classes(value, value, f"{value.__module__}.{value.__qualname__}")
+            for kind in (value, type(value)):
+                self._classes(value, kind, f"{value.__module__}.{value.__qualname__}")
+        elif isinstance(value, GETTERS):
+            self.asked |= names_asked(value)
         elif isinstance(value, contextvars.ContextVar):
             entry = f"{name}['value']"
             self.value(self.watches.attribute(Current(value), "value", entry), entry)
@@ -335,7 +339,7 @@ class _Walk:
 
     def _plain_values(self, value: object, name: str) -> None:
         """Watch the numbers, words and flags in a library's value; not around a capture, which may count or cache."""
-        if self._reads.ran is None or isinstance(value, _INERT) or id(value) in self._plain:
+        if self._reads.ran is None or isinstance(value, INERT) or id(value) in self._plain:
             return
         self._plain[id(value)] = value
         for owner, key, place in plain_places(value, name, self._reads.has):
