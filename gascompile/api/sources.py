@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gascompile.capture.load_hooks import require_no_load_hooks
 from gascompile.core.errors import CaptureError, CheckpointError, FormatError, UnsupportedOpError
 from gascompile.core.files import is_file, is_folder
 from gascompile.core.model_libraries import model_libraries
@@ -90,9 +91,12 @@ def model_of(
 
     Raises:
         TypeError: ``source`` is neither.
-        CheckpointError: the directory holds no usable model.
+        CheckpointError: the directory holds no usable model; or a model with code of its own for loading weights is to
+            take those of a checkpoint.
     """
     if isinstance(source, nn.Module):
+        if checkpoint is not None:
+            require_no_load_hooks(source)
         return source, checkpoint
     if not isinstance(source, (str, os.PathLike)):
         raise TypeError(

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from gascompile.capture.load_hooks import require_no_load_hooks
 from gascompile.core.errors import CheckpointError, StorageError, UnsupportedOpError
 from gascompile.core.model_libraries import ignorable_weights, rebuild_buffers
 from gascompile.core.sizes import format_size
@@ -58,9 +59,10 @@ class FileValues:
         Raises:
             CheckpointError: the checkpoint cannot be read, or is of another model: names what is missing, extra
                 or of another shape or dtype; tied weights differ in it. A buffer has neither a
-                value nor a place in the checkpoint.
+                value nor a place in the checkpoint. The model has code of its own for loading weights.
             UnsupportedOpError: tensors of the model share memory; one that is packed is trained.
         """
+        require_no_load_hooks(model)
         self.where = str(path)
         canonical, self._tensors = named_tensors(model)
         _require_apart(self._tensors)
