@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 _EVERYTHING = Reads(names=None, ran=None)
 _LAYERS = "torch/nn/modules/"
 _GENERAL = f"{_LAYERS}module.py"
-_TRIED = {Ask.CLOCK, Ask.DRAW}
-"""What a trial stands in for."""
+_TRIED = {Ask.CLOCK, Ask.DRAW}  # what a trial stands in for
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Watches: the plain Python values that captured code read, compared with those of today in microseconds.
 
-A trace bakes in numbers, flags and which function stands behind a name. They are found by walking from the
-model and from the code that ran, through exactly the names that this code reads.
+A trace bakes in numbers, flags and functions. They are found by walking from the model and from the code that ran,
+through exactly the names that this code reads.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ Code = tuple[types.CodeType, dict[str, Any]]
 _TENSORS = {"_parameters", "_buffers"}
 _MIRRORS = {"_flat_weights", "_flat_weight_refs"}  # recurrent layers make them in every trace
 _MANY_ENTRIES = 4096  # a larger table is compared by what was read of it alone
+# Hooks that each call of any module runs.
 _OF_ALL_MODULES = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
-"""Hooks that each call of any module runs."""
 _BOUND = (types.BuiltinMethodType, types.MethodWrapperType)
 _OWN_MODULE = {("globals",), ("sys", "modules")}  # code mostly asks them for its own module
 _CHANGED_BY_METHODS = (list, dict, set, deque, bytearray)
@@ -71,8 +71,7 @@ def watch(
         code: what ran, with its globals.
         reads: which values count.
         versions: as ``Watches`` takes it.
-        libraries: what ran of libraries, of which functions, classes and plain values count that stand behind its
-            names.
+        libraries: what ran of libraries, of which functions, classes and plain values behind its names count.
         steady: of plain values in libraries, which count.
     """
     walk = _Walk(Watches(versions=versions, reads=reads), reads, model, steady)
@@ -385,12 +384,10 @@ class _Walk:
 
     def _import(self, taken: Import, space: dict[str, Any]) -> None:
         module = sys.modules.get(absolute_name(taken, space))
-        if module is None:
-            return
         if taken.names is None:
             self._module(module)
         for key in taken.names or ():
-            if key in vars(module):
+            if module is not None and key in vars(module):
                 self.item(vars(module), key, f"{module.__name__}.{key}")
 
     def _module(self, module: types.ModuleType | None) -> None:
