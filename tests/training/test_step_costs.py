@@ -30,6 +30,10 @@ _BUDGET = 64 << 20
 _library = torch.library.Library("gascompile_test_costs", "FRAGMENT")
 
 
+def _backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+    return gradient * 2
+
+
 def _define() -> None:
     """Define an op that takes three times its operand for itself, and counts its calls."""
     if hasattr(torch.ops.gascompile_test_costs, "hungry"):
@@ -48,10 +52,7 @@ def _define() -> None:
     _library.impl("hungry", hungry, "CPU")
     _library.impl("hungry", torch.empty_like, "Meta")
 
-    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * 2
-
-    torch.library.register_autograd("gascompile_test_costs::hungry", backward, lib=_library)
+    torch.library.register_autograd("gascompile_test_costs::hungry", _backward, lib=_library)
 
 
 CALLS: list[int] = []
