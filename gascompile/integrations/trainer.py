@@ -7,16 +7,18 @@ own checkpoints and how they are resumed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 from transformers.optimization import AdafactorSchedule
 
 from gascompile.core.budget import Budget
 from gascompile.core.errors import UnsupportedOpError
+from gascompile.integrations.before_update import before_update
 from gascompile.integrations.step_options import own_options
 from gascompile.training.compile_step import compile_step
 from gascompile.training.step import TrainingStep
@@ -66,7 +68,6 @@ class GasTrainer(Trainer):
         return self._step
 
     def _inner_training_loop(self, *args: Any, **options: Any) -> Any:
-        _require_no_looks_between(self)
         try:
             return super()._inner_training_loop(*args, **options)
         finally:
@@ -76,6 +77,8 @@ class GasTrainer(Trainer):
         """Give the values back to model and optimizer."""
         step, planned = self._step, self._planned
         self._step = self._planned = None
+        # Trainer's own again; a loop that ended before it began has set none.
+        vars(self.callback_handler).pop("on_pre_optimizer_step", None)
         if planned is not None:
             self.optimizer = self.callback_handler.optimizer = planned.wrapped
         if step is not None:
@@ -86,6 +89,7 @@ class GasTrainer(Trainer):
         # The scheduler goes on with the optimizer itself, whose groups each step reads.
         self._planned = _PlannedOptimizer(self.optimizer)
         self.optimizer = self.callback_handler.optimizer = self._planned
+        vars(self.callback_handler)["on_pre_optimizer_step"] = self._before_update
         if isinstance(
             getattr(self.lr_scheduler, "scheduler", self.lr_scheduler), AdafactorSchedule
         ):
@@ -94,6 +98,13 @@ class GasTrainer(Trainer):
                 "updates take the rate that they do with Trainer, logs and param_groups say the one that it begins with"
             )
         return prepared
+
+    def _before_update(self, *args: Any, **options: Any) -> Any:
+        """Call what callbacks do between gradients and updates, as far as it does not depend on either."""
+        assert self._planned is not None, "train() has prepared an optimizer"
+        handler = self.callback_handler
+        with before_update(self._planned.planned), self._planned.refusing():
+            return type(handler).on_pre_optimizer_step(handler, *args, **options)
 
     def training_step(
         self,
@@ -227,6 +238,16 @@ class _PlannedOptimizer(torch.optim.Optimizer):
         # Not the parent's: there is nothing to set up, all of it is the other's.
         self.wrapped = wrapped
         self.planned: torch.optim.Optimizer = getattr(wrapped, "optimizer", wrapped)
+        self._is_between = False
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Refuse what callbacks ask between gradients and the update: it was made before them."""
+        self._is_between = True
+        try:
+            yield
+        finally:
+            self._is_between = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["planned"], name)
@@ -239,10 +260,19 @@ class _PlannedOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
         """The step has updated: schedulers, which were made for the wrapper, look whether it has."""
+        self._require_after_update("step")
         self.wrapped._opt_called = True
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
         """The step keeps gradients from one update to the next, and no longer."""
+        self._require_after_update("zero_grad")
+
+    def _require_after_update(self, what: str) -> None:
+        if self._is_between:
+            raise UnsupportedOpError(
+                f"a callback's on_pre_optimizer_step calls {what}(), and the planned step has updated already; leave "
+                "it out"
+            )
 
 
 def _require_all_trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -253,17 +283,6 @@ def _require_all_trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
             raise UnsupportedOpError(
                 f"'{name}' requires a gradient, by which Trainer clips those of others, and the optimizer does not "
                 "have it; freeze it by requires_grad_(False), or pass max_grad_norm=0"
-            )
-
-
-def _require_no_looks_between(trainer: GasTrainer) -> None:
-    """Refuse callbacks that look at gradients, or at parameters that are not updated yet: one step does all."""
-    for callback in trainer.callback_handler.callbacks:
-        kind = type(callback)
-        if kind.on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step:
-            raise UnsupportedOpError(
-                f"{kind.__name__} has an on_pre_optimizer_step, and a planned step computes gradients and updates in "
-                "one; remove_callback it, or let it act in on_optimizer_step, after the update"
             )
 
 

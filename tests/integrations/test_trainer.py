@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -189,21 +190,76 @@ def test_clipping_by_gradients_that_nothing_uses_is_refused(tmp_path: Path) -> N
         trainer.train()
 
 
-class Scaling(TrainerCallback):
-    """Changes gradients before the update."""
+class Between(TrainerCallback):
+    """Acts between gradients and the update."""
 
-    def on_pre_optimizer_step(self, *_: Any, model: Any = None, **__: Any) -> None:
-        """Scale those that there are."""
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(0.1)
+    def __init__(self, act: Callable[[nn.Module, Any], object]) -> None:
+        self.act = act
+        self.seen: list[object] = []
+
+    def on_pre_optimizer_step(self, *_: Any, model: Any = None, **given: Any) -> None:
+        """Do it, and keep what came of it."""
+        self.seen.append(self.act(model, given["optimizer"]))
 
 
-def test_callbacks_between_gradients_and_updates_are_refused(tmp_path: Path) -> None:
-    trainer = made(GasTrainer, tmp_path, SHORT, budget=BUDGET, callbacks=[Scaling()])
-    with pytest.raises(UnsupportedOpError, match="Scaling has an on_pre_optimizer_step"):
+def facts(model: nn.Module, optimizer: Any) -> object:
+    """Return what is the same before the update as after it, and something of its own."""
+    count = torch.zeros(2) + sum(p.numel() for p in model.parameters() if p.requires_grad)
+    shapes = [tuple(p.shape) for p in model.parameters()]
+    return shapes, count.tolist(), optimizer.param_groups[0]["lr"]
+
+
+def test_callbacks_between_gradients_and_updates_see_what_trainers_see(tmp_path: Path) -> None:
+    """What they may ask for is the same, update by update, and what is trained, too."""
+    seen, trained = [], []
+    for kind in (Trainer, GasTrainer):
+        between = Between(facts)
+        budget = {"budget": BUDGET} if kind is GasTrainer else {}
+        trainer = made(kind, tmp_path, SHORT, callbacks=[between], **budget)
         trainer.train()
-    trainer.remove_callback(Scaling)
+        seen.append(between.seen)
+        trained.append(trainer.model.state_dict())
+        assert "on_pre_optimizer_step" not in vars(trainer.callback_handler)
+    assert seen[0] == seen[1]
+    assert len(seen[0]) > 1
+    for name, value in trained[1].items():
+        torch.testing.assert_close(value, trained[0][name], msg=name)
+
+
+def scaled(model: nn.Module, _: Any) -> None:
+    """Change gradients as callbacks do."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.1)
+
+
+def lower_rate(_: nn.Module, optimizer: Any) -> None:
+    """Change the update to come."""
+    optimizer.param_groups[0]["lr"] *= 0.5
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (scaled, "looks at gradients or values"),
+        (lambda model, _: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0), "gradients"),
+        (lambda model, _: next(model.parameters()).norm(), "looks at gradients or values"),
+        (lambda model, _: next(model.parameters()).data, "looks at gradients or values"),
+        (lambda model, _: model.requires_grad_(False), "looks at gradients or values"),
+        (lambda model, _: model.zero_grad(), "looks at gradients or values"),
+        (lambda _, optimizer: optimizer.zero_grad(), r"calls zero_grad\(\)"),
+        (lambda _, optimizer: optimizer.step(), r"calls step\(\)"),
+        (lower_rate, "param_groups"),
+    ],
+)
+def test_callbacks_that_need_gradients_before_the_update_are_refused(
+    act: Callable[[nn.Module, Any], object], said: str, tmp_path: Path
+) -> None:
+    """Whatever of theirs would be otherwise than with Trainer; the model goes on without them."""
+    trainer = made(GasTrainer, tmp_path, SHORT, budget=BUDGET, callbacks=[Between(act)])
+    with pytest.raises(UnsupportedOpError, match=f"on_pre_optimizer_step.*{said}"):
+        trainer.train()
+    trainer.remove_callback(Between)
     trainer.train()
 
 
