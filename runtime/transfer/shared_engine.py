@@ -13,6 +13,7 @@ for loads before the one at hand, so none waits in a circle.
 from __future__ import annotations
 
 import queue
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -186,13 +187,14 @@ class _Parts:
     def _work(self) -> None:
         pause_s = _SOON_S
         while not self._ends:
-            try:
-                idle = not self._waiting and not self._started
-                self._obey(self._inbox.get() if idle else self._inbox.get(timeout=pause_s))
-                while not self._inbox.empty():
-                    self._obey(self._inbox.get())
-            except queue.Empty:
-                pass
+            if self._waiting or self._started:
+                # No ``get`` with a timeout: before Python 3.13 it waits for ever where the time is up between two of
+                # its own looks, as it is now and then in a group whose processors are held.
+                time.sleep(pause_s)
+            else:
+                self._obey(self._inbox.get())
+            while not self._inbox.empty():
+                self._obey(self._inbox.get())
             moved = self._end() + self._start()
             pause_s = _SOON_S if moved else min(2 * pause_s, _LATER_S)
 

@@ -56,6 +56,8 @@ class Source:
     """Public ones."""
     unexplained: tuple[str, ...]
     """Numbers at module level without a comment, or a docstring below them."""
+    timed_gets: tuple[int, ...]
+    """Lines of calls of a ``get`` with a timeout."""
 
 
 @cache
@@ -82,7 +84,16 @@ def source(path: Path) -> Source:
         elif isinstance(node, ast.FunctionDef):
             functions.append((node.name, num_body_lines(node)))
     classes = [n.name for n in tree.body if isinstance(n, ast.ClassDef) and n.name[0] != "_"]
-    return Source(tuple(names), tuple(functions), tuple(classes), tuple(unexplained(tree, text)))
+    timed_gets = tuple(
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "get"
+        and any(keyword.arg == "timeout" for keyword in node.keywords)
+    )
+    numbers = tuple(unexplained(tree, text))
+    return Source(tuple(names), tuple(functions), tuple(classes), numbers, timed_gets)
 
 
 def unexplained(tree: ast.Module, text: str) -> Iterator[str]:
@@ -219,6 +230,11 @@ def test_functions_are_short() -> None:
 def test_numbers_say_what_they_bound_or_measure() -> None:
     wrong = [f"{module_name(path)}.{name}" for path in SOURCES for name in source(path).unexplained]
     assert wrong == []
+
+
+def test_no_queue_is_waited_for_with_a_timeout() -> None:
+    """Before Python 3.13 a ``SimpleQueue``'s ``get(timeout=...)`` waits for ever, if its time is up at a bad moment."""
+    assert not [(path, source(path).timed_gets) for path in SOURCES if source(path).timed_gets]
 
 
 def test_names_of_public_classes_stand_once() -> None:
