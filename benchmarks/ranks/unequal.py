@@ -1,33 +1,42 @@
 """One of two ranks has half a core, or loses it: rows that follow, beside DDP and FSDP2 with equal rows.
 
-The ideal step is that of ranks which share rows by their speed and exchange nothing: all rows, times the seconds of a
-row of one rank alone on a full core, over one and a half cores. Half a core computes less than half of a full one, as
-each pause costs its caches: beside it stands the ideal of the speeds that both ranks have when they are alone.
+The ideal step is that of ranks which share rows by their speed and exchange nothing. Their speeds are measured side by
+side, in two jobs that know nothing of each other: on one host they have one memory, by which either slows the other
+down, whatever program they run. Steps with exchanges and without take turns.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from benchmarks.ranks import jobs
 from benchmarks.ranks.jobs import ONE_CORE
 from benchmarks.ranks.limits import Limits
 from benchmarks.ranks.parts import Found, Result, Setting, relative
+from benchmarks.ranks.restarts import lines_of
 
 SPEED_UP, OF_IDEAL, SOON = 1.4, 1.05, 10
 _HALF = Limits(cores=0.5)
-_CORES = 1.5
+_LOOK_S = 0.05
+"""Between two looks at what jobs have done."""
+_NEAR = 0.05
+"""Of all rows: what ranks may have more or less than in the end."""
+_TURNS = 3
+"""With exchanges and without: a host that others use is a fifth slower in one minute than in the next."""
 
 
 class _Runs:
     """Jobs of the same model and the same batches."""
 
     def __init__(self, setting: Setting) -> None:
-        self._folder = setting.folder
-        # About as many tokens as 12 rows of 256, in rows that two cores share by halves and one and a half by thirds:
-        # of 32 either rank has a row of 32 too many, 3 % of the ideal step.
-        self.total, self.tokens = (6, 16) if setting.toy else (36, 85)
+        self._folder, self.is_toy = setting.folder, setting.toy
+        # Rows that two cores share by halves and one and a half by thirds: 6,120 tokens, beside which the sums of 48 MB
+        # of gradients are a small part of a step, as in training that is worth several ranks.
+        self.total, self.tokens = (6, 16) if setting.toy else (72, 85)
         self.slow_at = 3 if setting.toy else 6
         self._task = {
             "model": "gpt2",
@@ -43,65 +52,102 @@ class _Runs:
         ended = jobs.run(self._folder, {"tasks": [task]}, limits)
         return [rank[0] for rank in ended.trained()]
 
-    def alone(self, rows: int, limits: Limits, steps: int) -> float:
-        """Return the seconds of a row of one rank that has no other beside it."""
-        (rank,) = self.ranks([rows], [limits], steps=steps)
-        return _late(rank, steps - 2) / rows
+    def side_by_side(self, rows: list[int], limits: list[Limits], steps: int) -> list[float]:
+        """Return the seconds of a row of each rank, while the other computes as if there were none."""
+        folder = self._folder / f"beside-{uuid.uuid4().hex[:8]}"
+        logs, stop = [folder / str(number) for number in range(len(rows))], folder / "stop"
+        for log in logs:
+            log.mkdir(parents=True)
+        with ThreadPoolExecutor(len(rows)) as pool:
+            jobs_of = [
+                pool.submit(self.ranks, [own], [limit], log=str(log), stop=str(stop))
+                for own, limit, log in zip(rows, limits, logs, strict=True)
+            ]
+            ends: list[list[float]] = [[] for _ in rows]
+            while min(map(len, ends)) < steps and not any(job.done() for job in jobs_of):
+                time.sleep(_LOOK_S)
+                ends = [[line.at for line in lines_of(log / "steps-0")] for log in logs]
+            stop.write_text("0")
+            for job in jobs_of:
+                job.result()
+        # From when the later one has warmed up to when it was enough; each rank's whole steps within.
+        begin, end = max(at[1] for at in ends), max(at[-1] for at in ends)
+        within = [[at for at in of_rank if begin <= at <= end] for of_rank in ends]
+        return [
+            (at[-1] - at[0]) / (len(at) - 1) / own for at, own in zip(within, rows, strict=True)
+        ]
 
 
 def run(setting: Setting) -> Found:
-    """Measure one rank alone, both rivals, and planned steps whose rows follow."""
+    """Measure both rivals, planned steps whose rows follow, and what the same rows take without exchanges."""
     found, runs = Found(), _Runs(setting)
     equal, few = [runs.total // 2] * 2, 2 if setting.toy else 5
-    # As many rows as each is to have.
-    row_s = runs.alone(runs.total * 2 // 3, ONE_CORE, few)
-    half_row_s = runs.alone(runs.total // 3, _HALF, few)
-    ideal_s = runs.total * row_s / _CORES
-    own_ideal_s = runs.total / (1 / row_s + 1 / half_row_s)
-    found.rows.append({"what": "ideal", "step_s": ideal_s, "row_s": row_s})
-    found.rows.append({"what": "ideal of own speeds", "step_s": own_ideal_s, "row_s": half_row_s})
     pair = [ONE_CORE, _HALF]
     losses: dict[str, list[float]] = {}
     for way in ("ddp", "fsdp2"):
         ranks = runs.ranks(equal, pair, steps=few, way=way)
         losses[way] = ranks[0]["losses"]
         found.rows.append(_row(f"{way}, equal rows", ranks[0], few - 2))
-    steps = 8 if setting.toy else 14
+    steps = 8 if setting.toy else 20
     ranks = runs.ranks(equal, pair, steps=steps, balance=True)
     row = _row("planned, rows follow", ranks[0], 4)
     found.rows.append(row)
-    for rival in found.rows[2:4]:
+    for rival in found.rows[:2]:
         found.at_least(
             f"times faster than {rival['what']}", rival["step_s"] / row["step_s"], SPEED_UP
         )
-    found.at_most("of the ideal step", row["step_s"] / ideal_s, OF_IDEAL)
-    found.at_most("of the ideal of own speeds", row["step_s"] / own_ideal_s, OF_IDEAL)
     found.at_most("losses beside DDP's", relative(ranks[0]["losses"][:few], losses["ddp"]), 1e-6)
     found.true(
         "both ranks' parameters have the same bits", ranks[0]["digest"] == ranks[1]["digest"]
     )
-    _slowed(found, runs, 14 if setting.toy else runs.slow_at + 14, ideal_s)
+    _beside_ideal(found, runs, row["rows"], setting)
+    _slowed(found, runs, 14 if setting.toy else runs.slow_at + 20)
     return found
 
 
-def _slowed(found: Found, runs: _Runs, steps: int, ideal_s: float) -> None:
+def _beside_ideal(found: Found, runs: _Runs, rows: list[int], setting: Setting) -> None:
+    """The rows that the ranks have settled on, by turns with exchanges and without."""
+    pair, steps = [ONE_CORE, _HALF], 4 if setting.toy else 10
+    turns = []
+    for _ in range(1 if setting.toy else _TURNS):
+        step_s = _late(runs.ranks(rows, pair, steps=steps)[0], steps - 2)
+        turns.append((step_s, runs.side_by_side(rows, pair, steps)))
+    ideals_s = [runs.total / sum(1 / row_s for row_s in rows_s) for _, rows_s in turns]
+    ratios = [step_s / ideal_s for (step_s, _), ideal_s in zip(turns, ideals_s, strict=True)]
+    for what, step_s in (
+        ("planned, settled rows", statistics.median(step_s for step_s, _ in turns)),
+        ("ideal", statistics.median(ideals_s)),
+    ):
+        found.rows.append({"what": what, "step_s": step_s, "rows": rows})
+    found.rows[-1]["_turns"] = turns
+    found.at_most("of the ideal step", statistics.median(ratios), OF_IDEAL)
+
+
+def _slowed(found: Found, runs: _Runs, steps: int) -> None:
     """The last rank loses half its core in the middle of training."""
     equal = [runs.total // 2] * 2
     first = runs.ranks(
         equal, [ONE_CORE, ONE_CORE], steps=steps, balance=True, slow_at=runs.slow_at
     )[0]
     row = _row("planned, slowed in the middle", first, 4)
+    beside_s = runs.side_by_side(row["rows"], [ONE_CORE, _HALF], 4 if runs.is_toy else 10)
+    ideal_s = runs.total / sum(1 / row_s for row_s in beside_s)
     row["steps_until_rows_last_changed"] = after = _settled(first["rows"], runs.slow_at)
     row["step_s_before"] = statistics.median(first["seconds"][2 : runs.slow_at])
-    found.rows.append(row)
+    found.rows += [row, {"what": "ideal, after it", "step_s": ideal_s, "rows": row["rows"]}]
     found.at_most("steps until rows follow a rank that slows down", after, SOON)
     found.at_most("of the ideal step, after it slowed down", row["step_s"] / ideal_s, OF_IDEAL)
 
 
 def _settled(rows: list[list[int]], slow_at: int) -> int | None:
-    """Return after how many steps rows were as they stayed; ``None`` where they never changed."""
-    changes = [n for n in range(slow_at + 1, len(rows)) if rows[n] != rows[n - 1]]
-    return changes[-1] - slow_at if changes else None
+    """Return after how many steps rows were nearly as they stayed; ``None`` where they never changed."""
+    last, near = rows[-1], _NEAR * sum(rows[-1])
+    far = [
+        number
+        for number in range(slow_at, len(rows))
+        if max(abs(a - b) for a, b in zip(rows[number], last, strict=True)) > near
+    ]
+    return far[-1] + 1 - slow_at if far else None
 
 
 def _late(rank: Result, count: int) -> float:
