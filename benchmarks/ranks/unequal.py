@@ -23,8 +23,6 @@ SPEED_UP, OF_IDEAL, SOON = 1.4, 1.05, 10
 _HALF = Limits(cores=0.5)
 _LOOK_S = 0.05
 """Between two looks at what jobs have done."""
-_NEAR = 0.05
-"""Of all rows: what ranks may have more or less than in the end."""
 _TURNS = 3
 """With exchanges and without: a host that others use is a fifth slower in one minute than in the next."""
 
@@ -34,9 +32,9 @@ class _Runs:
 
     def __init__(self, setting: Setting) -> None:
         self._folder, self.is_toy = setting.folder, setting.toy
-        # Rows that two cores share by halves and one and a half by thirds: 6,120 tokens, beside which the sums of 48 MB
-        # of gradients are a small part of a step, as in training that is worth several ranks.
-        self.total, self.tokens = (6, 16) if setting.toy else (72, 85)
+        # About as many tokens as 12 rows of 256, in rows that two cores share by halves and one and a half by thirds:
+        # of 32 either rank has a row of 32 too many, 3 % of the ideal step.
+        self.total, self.tokens = (6, 16) if setting.toy else (36, 85)
         self.slow_at = 3 if setting.toy else 6
         self._task = {
             "model": "gpt2",
@@ -88,7 +86,7 @@ def run(setting: Setting) -> Found:
         ranks = runs.ranks(equal, pair, steps=few, way=way)
         losses[way] = ranks[0]["losses"]
         found.rows.append(_row(f"{way}, equal rows", ranks[0], few - 2))
-    steps = 8 if setting.toy else 20
+    steps = 8 if setting.toy else 14
     ranks = runs.ranks(equal, pair, steps=steps, balance=True)
     row = _row("planned, rows follow", ranks[0], 4)
     found.rows.append(row)
@@ -101,7 +99,7 @@ def run(setting: Setting) -> Found:
         "both ranks' parameters have the same bits", ranks[0]["digest"] == ranks[1]["digest"]
     )
     _beside_ideal(found, runs, row["rows"], setting)
-    _slowed(found, runs, 14 if setting.toy else runs.slow_at + 20)
+    _slowed(found, runs, 14 if setting.toy else runs.slow_at + 14)
     return found
 
 
@@ -140,14 +138,9 @@ def _slowed(found: Found, runs: _Runs, steps: int) -> None:
 
 
 def _settled(rows: list[list[int]], slow_at: int) -> int | None:
-    """Return after how many steps rows were nearly as they stayed; ``None`` where they never changed."""
-    last, near = rows[-1], _NEAR * sum(rows[-1])
-    far = [
-        number
-        for number in range(slow_at, len(rows))
-        if max(abs(a - b) for a, b in zip(rows[number], last, strict=True)) > near
-    ]
-    return far[-1] + 1 - slow_at if far else None
+    """Return after how many steps rows were as they stayed; ``None`` where they never changed."""
+    changes = [n for n in range(slow_at + 1, len(rows)) if rows[n] != rows[n - 1]]
+    return changes[-1] - slow_at if changes else None
 
 
 def _late(rank: Result, count: int) -> float:

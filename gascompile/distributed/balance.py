@@ -11,10 +11,6 @@ quiet machine, and other rows are another plan, which takes as long as some step
 _STEADY = 3
 """Steps in a row, each of which shows it. Rows are by what these took: [Empirical] an average that still had steps of
 before in it gave a rank that had lost half its core a row of 32 too many, 6 % and too little for another change."""
-_FINE_WORTH, _FINE_STEPS = 1.03, 8
-"""The same where so many steps with the same rows show it in the middle: what a step takes whatever its rows, as
-updates do, makes the first division a little wrong. Each time twice as many steps have to, for other plans cost more
-than the little that is left."""
 
 
 class Balance:
@@ -25,9 +21,6 @@ class Balance:
         self.rows = list(rows)
         self._agreed: list[list[float]] = []
         """Seconds of a row on each rank, in each of the newest steps that show that other rows are worth it."""
-        self._alike: list[list[float]] = []
-        """The same of all steps with these rows, as far as they are looked at."""
-        self._fine_steps = _FINE_STEPS
 
     def learn(self, times_s: Sequence[float], rows: Sequence[int]) -> bool:
         """Take note of what a step took on each rank, without waiting for others; return whether rows change.
@@ -39,40 +32,23 @@ class Balance:
         per_row = [time_s / max(count, 1) for time_s, count in zip(times_s, rows, strict=True)]
         if min(per_row) <= 0:
             return False
-        if list(rows) != self.rows:
-            self._alike.clear()
-        else:
-            self._alike.append(per_row)
-        if self._better(per_row, _WORTH) is None:
+        if self._better(per_row) is None:
             self._agreed.clear()
-            return len(self._alike) >= self._fine_steps and self._refine()
+            return False
         self._agreed.append(per_row)
         if len(self._agreed) < _STEADY:
             return False
-        wanted = self._better(_middle(self._agreed), _WORTH)
+        typical = [statistics.median(times_s) for times_s in zip(*self._agreed, strict=True)]
+        wanted = self._better(typical)
         self._agreed.clear()
-        if wanted is not None:
-            self._alike.clear()
         self.rows = wanted or self.rows
         return wanted is not None
 
-    def _refine(self) -> bool:
-        """Change rows by what many steps have shown; return whether they do."""
-        wanted = self._better(_middle(self._alike), _FINE_WORTH)
-        self._alike.clear()
-        self._fine_steps *= 2
-        self.rows = wanted or self.rows
-        return wanted is not None
-
-    def _better(self, per_row: Sequence[float], worth: float) -> list[int] | None:
-        """Return rows that make the slowest rank ``worth`` times as fast, by the seconds of a row on each rank."""
+    def _better(self, per_row: Sequence[float]) -> list[int] | None:
+        """Return rows that are worth a change, by the seconds of a row on each rank."""
         wanted = divided(sum(self.rows), [1 / time_s for time_s in per_row])
         now_s, then_s = (_slowest_s(rows, per_row) for rows in (self.rows, wanted))
-        return wanted if now_s > worth * then_s else None
-
-
-def _middle(steps: Sequence[Sequence[float]]) -> list[float]:
-    return [statistics.median(times_s) for times_s in zip(*steps, strict=True)]
+        return wanted if now_s > _WORTH * then_s else None
 
 
 def _slowest_s(rows: Sequence[int], per_row: Sequence[float]) -> float:

