@@ -98,16 +98,16 @@ def run(setting: Setting) -> Found:
     found.true(
         "both ranks' parameters have the same bits", ranks[0]["digest"] == ranks[1]["digest"]
     )
-    _beside_ideal(found, runs, row["rows"], setting)
+    _beside_ideal(found, runs, row["rows"])
     _slowed(found, runs, 14 if setting.toy else runs.slow_at + 14)
     return found
 
 
-def _beside_ideal(found: Found, runs: _Runs, rows: list[int], setting: Setting) -> None:
+def _beside_ideal(found: Found, runs: _Runs, rows: list[int]) -> None:
     """The rows that the ranks have settled on, by turns with exchanges and without."""
-    pair, steps = [ONE_CORE, _HALF], 4 if setting.toy else 10
+    pair, steps = [ONE_CORE, _HALF], 4 if runs.is_toy else 10
     turns = []
-    for _ in range(1 if setting.toy else _TURNS):
+    for _ in range(1 if runs.is_toy else _TURNS):
         step_s = _late(runs.ranks(rows, pair, steps=steps)[0], steps - 2)
         turns.append((step_s, runs.side_by_side(rows, pair, steps)))
     ideals_s = [runs.total / sum(1 / row_s for row_s in rows_s) for _, rows_s in turns]

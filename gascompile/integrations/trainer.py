@@ -250,27 +250,31 @@ class _PlannedOptimizer(torch.optim.Optimizer):
             self._is_between = False
 
     def __getattr__(self, name: str) -> Any:
+        if name == "state":
+            self._require_after_update("for the state")
         return getattr(self.__dict__["planned"], name)
 
     def state_dict(self) -> dict[str, Any]:
+        self._require_after_update("state_dict()")
         return self.planned.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._require_after_update("load_state_dict()")
         self.planned.load_state_dict(state_dict)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
         """The step has updated: schedulers, which were made for the wrapper, look whether it has."""
-        self._require_after_update("step")
+        self._require_after_update("step()")
         self.wrapped._opt_called = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
         """The step keeps gradients from one update to the next, and no longer."""
-        self._require_after_update("zero_grad")
+        self._require_after_update("zero_grad()")
 
     def _require_after_update(self, what: str) -> None:
         if self._is_between:
             raise UnsupportedOpError(
-                f"a callback's on_pre_optimizer_step calls {what}(), and the planned step has updated already; leave "
+                f"a callback's on_pre_optimizer_step calls {what}, and the planned step has updated already; leave "
                 "it out"
             )
 

@@ -249,6 +249,9 @@ def lower_rate(_: nn.Module, optimizer: Any) -> None:
         (lambda model, _: model.zero_grad(), "looks at gradients or values"),
         (lambda _, optimizer: optimizer.zero_grad(), r"calls zero_grad\(\)"),
         (lambda _, optimizer: optimizer.step(), r"calls step\(\)"),
+        (lambda _, optimizer: optimizer.state_dict(), r"calls state_dict\(\)"),
+        (lambda _, optimizer: optimizer.load_state_dict({}), r"calls load_state_dict\(\)"),
+        (lambda _, optimizer: optimizer.state.clear(), "for the state"),
         (lower_rate, "param_groups"),
     ],
 )
