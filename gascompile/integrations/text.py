@@ -57,7 +57,9 @@ def prompt_tokens(tokenizer: Any, text: str, *, chat: bool) -> torch.Tensor:
     else:
         tokens = tokenizer(text)["input_ids"]
     if not tokens:
-        raise ValueError("the prompt has no tokens; write a longer one")
+        raise ValueError(
+            "the prompt has no tokens; write a longer one, or look whether the folder has a tokenizer"
+        )
     return torch.tensor([tokens])
 
 
