@@ -49,13 +49,14 @@ def render(result: dict[str, Any], source: str) -> str:
         for job in section["contenders"]
         for row in job.get("rows", ())
     ]
-    failed = [
-        f"{_NAMES[job['contender']]} with weights in {_WHERE[name]} gave no {_more(job)}: {job['failed']}."
+    missing = [
+        f"- {_NAMES[job['contender']]}, {job['shape']}, weights from {_WHERE[name]}, {_missing(job)}: {job['failed']}"
         for name, section in result["sections"].items()
         for job in section["contenders"]
         if "failed" in job
     ]
-    return "\n\n".join((_setting(result, source), table(TITLES, rows), *failed))
+    listed = ["What gave no figure, and why:", "\n".join(missing)] if missing else []
+    return "\n\n".join((_setting(result, source), table(TITLES, rows), *listed))
 
 
 def _setting(result: dict[str, Any], source: str) -> str:
@@ -74,8 +75,17 @@ def _setting(result: dict[str, Any], source: str) -> str:
     )
 
 
-def _more(job: dict[str, Any]) -> str:
-    return "more figures" if job.get("rows") else "figure"
+def _missing(job: dict[str, Any]) -> str:
+    """Return the budgets and batches that a job was to run and did not."""
+    ran = {(row.get("budget"), row["batch"]) for row in job.get("rows", ())}
+    of: dict[str | None, list[int]] = {}
+    for budget in job.get("budgets") or [None]:
+        if left := [batch for batch in job["batches"] if (budget, batch) not in ran]:
+            of[budget] = left
+    return "; ".join(
+        (f"{budget}, " if budget else "") + "batch " + " and ".join(map(str, left))
+        for budget, left in of.items()
+    )
 
 
 def _row(section: str, job: dict[str, Any], row: dict[str, Any]) -> list[str]:

@@ -139,8 +139,16 @@ def test_only_results_of_a_gpu_reach_the_readme(tmp_path: Path) -> None:
                         "contender": "gascompile",
                         "shape": "8B",
                         "rows": [row(16, 0.5, budget="6GiB", share_of_limit=0.9)],
+                        "budgets": ["6GiB", "8GiB"],
+                        "batches": [16],
+                        "failed": "not finished after 9 s",
                     },
-                    {"contender": "accelerate", "shape": "8B", "failed": "out of memory"},
+                    {
+                        "contender": "accelerate",
+                        "shape": "8B",
+                        "batches": [1, 16],
+                        "failed": "out of memory",
+                    },
                 ]
             }
         },
@@ -154,7 +162,9 @@ def test_only_results_of_a_gpu_reach_the_readme(tmp_path: Path) -> None:
     assert gpu_table.main(options) == 0
     text = readme.read_text()
     assert "| CPU memory | 8B | GASCompile | 6GiB | 16 | 32.0 | 90.0% | - |" in text
-    assert "accelerate with weights in CPU memory gave no figure: out of memory." in text
+    start = "8B, weights from CPU memory"
+    assert f"- GASCompile, {start}, 8GiB, batch 16: not finished after 9 s" in text
+    assert f"- accelerate, {start}, batch 1 and 16: out of memory" in text
     assert "50.0 GB/s" in text and "A GPU, torch 2.11." in text and "old" not in text
     assert gpu_table.main([*options, "--check"]) == 0
 
