@@ -165,33 +165,50 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.data_ptr() if type(tensor) in _PLAIN else 0
 
 
-def require_no_gradients(leaves: Iterable[Any], outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return ``outputs`` so that a backward pass through them to one of ``leaves`` is refused."""
+def require_no_gradients(
+    leaves: Iterable[Any], outputs: tuple[Any, ...], model: nn.Module | None
+) -> tuple[Any, ...]:
+    """Return ``outputs`` so that a backward pass through them is refused where eager's would give gradients.
+
+    That is to those of ``leaves`` that want some, and to parameters of ``model`` while it is trained: a head that is
+    trained on top would leave them as they are, and nothing would say so. In ``eval`` they are taken for features.
+    """
     if not torch.is_grad_enabled():
         return outputs
-    sources = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+    sources = [x for x in tensors if x.requires_grad]
+    if model is not None and model.training:
+        sources += itertools.islice((p for p in model.parameters() if p.requires_grad), 1)
     if not sources:
         return outputs
+    given = {id(tensor) for tensor in tensors}  # one that comes back is as it was
     return tuple(
         _Refused.apply(value, *sources)  # type: ignore[no-untyped-call]
-        if isinstance(value, torch.Tensor) and value.is_floating_point()
+        if isinstance(value, torch.Tensor)
+        and (value.is_floating_point() or value.is_complex())
+        and id(value) not in given
         else value
         for value in outputs
     )
 
 
 class _Refused(torch.autograd.Function):
-    """A value that depends on inputs by no known derivative."""
+    """A value that depends on inputs or parameters by no known derivative."""
 
     @staticmethod
     def forward(_context: Any, value: torch.Tensor, *_sources: torch.Tensor) -> torch.Tensor:
-        """Return ``value``."""
-        return value.view_as(value)
+        """Return ``value``'s memory as a tensor that is no view, which users may write to."""
+        if value.is_conj() or value.is_neg():
+            return value.clone()
+        apart = value.new_empty(0)
+        where = value.untyped_storage(), value.storage_offset()
+        return apart.set_(*where, value.shape, value.stride())
 
     @staticmethod
     def backward(_context: Any, *_gradients: Any) -> NoReturn:
         """Raise ``CompiledModelError``."""
         refuse(
-            "it computes no gradients, and an input wants some",
-            "Train with gascompile.compile_step, or detach() the inputs",
+            "it computes no gradients, and an input or a parameter wants some",
+            "Train with gascompile.compile_step; for results that nothing is to be trained by, call it under "
+            "torch.no_grad()",
         )

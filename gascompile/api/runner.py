@@ -126,7 +126,8 @@ class Runner:
             outputs = self._run(unit, given)
             if own:
                 outputs = tuple(own.get(id(value), value) for value in outputs)
-            outputs = require_no_gradients(call.leaves, outputs)
+            model = self.planning.model if self.planning is not None else None
+            outputs = require_no_gradients(call.leaves, outputs, model)
             return unflatten(outputs, unit.out_spec)
 
         return self._turn.take(run)
@@ -363,10 +364,8 @@ class Runner:
             _log.warning(
                 "%s has %d plans for calls of different sizes: the one for %s is dropped, and read from the cache or "
                 "made again when it is needed. Pad inputs to few sizes, or pass dynamic_shapes=",
-                unit.bundle.program.name,
-                MOST_PLANS,
-                dropped.sizes_in_words,
-            )
+                unit.bundle.program.name, MOST_PLANS, dropped.sizes_in_words,
+            )  # fmt: skip
 
     def _planned(self, planning: Planning, make: Callable[[], Made]) -> Made:
         model = planning.model

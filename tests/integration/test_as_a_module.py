@@ -123,6 +123,43 @@ def test_gradients_for_inputs_are_refused(compiled: Any) -> None:
         assert not compiled(x).requires_grad
 
 
+def test_a_head_is_not_trained_over_parameters_that_would_stay_as_they_are(model: Small) -> None:
+    head = nn.Linear(16, 2)
+    with gascompile.compile(model.train(), "1MiB") as compiled:
+        with pytest.raises(CompiledModelError, match="compile_step"):
+            head(compiled(X)).sum().backward()
+        found = compiled(X)
+        found += 1  # as what eager returns, it may be written to
+        assert torch.equal(found, eager(model, X) + 1)
+        with torch.no_grad():
+            features = compiled(X)
+        model.requires_grad_(False)
+        for given in (features, compiled(X)):
+            head.zero_grad()
+            head(given).sum().backward()
+            assert head.weight.grad is not None
+
+
+class _Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x, self.inner(x), torch.complex(self.inner(x), z).conj(), (x > 0)
+
+
+def test_only_what_depends_on_parameters_wants_gradients() -> None:
+    x, z = torch.randn(2, 4, 16)
+    model = _Both()
+    with gascompile.compile(model, "1MiB") as compiled:
+        same, *others = compiled(x, z)
+        assert same is x and not x.requires_grad
+        for found, wanted in zip(others, model(x, z)[1:], strict=True):
+            assert found.requires_grad == wanted.requires_grad
+            assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize(
     ("ask", "why"),
     [
