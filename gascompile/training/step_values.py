@@ -242,6 +242,7 @@ class StepValues:
         """Make values whole again that a failed step has left half updated."""
         states = self._open_states(whole=False)
         failure = self._holdings.failure
+        states.is_half_new = bool(failure)
         # Until all is done, as an interrupt may come between any two lines.
         self._holdings.unfinished.changes()
         self._holdings.failure = ""

@@ -96,6 +96,8 @@ class States(NamedValues):
         self.num_batches = 0
         self.pending: frozenset[str] = frozenset()
         """Parameters whose totals hold a gradient."""
+        self.is_half_new = False
+        """A step has failed, which may have written moments and totals that are not counted."""
         own = {n: tensor.detach() for n, tensor in self.tensors.items() if n not in self.divided}
         own |= {name: value.outline() for name, value in packed.items()}
         self.tiles = {(slot.name, key): [] for slot in self.spread.values() for key in slot.keys}
@@ -291,17 +293,25 @@ class States(NamedValues):
     ) -> None:
         for slot in self.rules.slots.values():
             self._assign_moments(slot, entries[slot.index])
-        self.clear(self.pending, TOTAL)
+        self.clear(self._with_totals(), TOTAL)
         self.counts, self.num_steps = counts, num_steps
         self.pending, self.num_batches = frozenset(), 0
 
     def forget(self, counts: Mapping[str, int], pending: frozenset[str]) -> None:
         """Take these numbers over from a checkpoint; what it has no moments or totals of has zeros again."""
-        self.clear(self.pending - pending, TOTAL)
+        self.clear(self._with_totals() - pending, TOTAL)
         for slot in self.rules.slots.values():
-            if self.counts[slot.name] and not counts[slot.name]:
+            if self._has_moments(slot) and not counts[slot.name]:
                 self.clear([slot.name], *self._keys(slot))
         self.counts, self.pending = dict(counts), pending
+
+    def _has_moments(self, slot: Slot) -> bool:
+        """Return whether what is kept of a parameter may be other than zeros."""
+        return self.is_half_new or bool(self.counts[slot.name])
+
+    def _with_totals(self) -> frozenset[str]:
+        """Return the parameters of which gradients may have been added up."""
+        return frozenset(self.rules.slots) if self.is_half_new else self.pending
 
     def clear(self, parameters: Iterable[str], *keys: str) -> None:
         """Let what is kept of parameters be zeros again; without accumulation no totals are."""
@@ -337,7 +347,7 @@ class States(NamedValues):
         for key in self._keys(slot):
             if entry.get(key) is not None:
                 self.keep(slot.name, key, entry[key])
-            elif self.counts[slot.name]:
+            elif self._has_moments(slot):
                 self.clear([slot.name], key)
 
     def shut(self) -> None:
