@@ -31,7 +31,7 @@ _seen: dict[str, Any] = {"calls": 0, "times": []}
 class Net(nn.Module):
     """Does something beside its layer."""
 
-    per_class = 0
+    per_class = default = 0
 
     def __init__(self, extra: Callable[[Net, torch.Tensor], torch.Tensor | None]) -> None:
         super().__init__()
@@ -59,6 +59,10 @@ def _appends(net: Net, y: torch.Tensor) -> None:
     net.log.append(net.steps)
     net.log += [y.dim(), "text"]
     net.steps += 1
+
+
+def _counts_from_its_class(net: Net, _: torch.Tensor) -> None:
+    net.default += 1
 
 
 def _says(net: Net, _: torch.Tensor) -> None:
@@ -107,6 +111,11 @@ def _multiplies(net: Net, y: torch.Tensor) -> torch.Tensor:
     return y * net.steps
 
 
+def _multiplies_from_its_class(net: Net, y: torch.Tensor) -> torch.Tensor:
+    net.default += 1
+    return y * net.default
+
+
 def _slices(net: Net, y: torch.Tensor) -> torch.Tensor:
     net.steps += 1
     return y[: net.steps]
@@ -139,10 +148,12 @@ def _anneals(net: Net, y: torch.Tensor) -> torch.Tensor:
     return y * net.beta
 
 
-HARMLESS = [_counts, _counts_on, _appends, _says, _times, _counts_globally]
+HARMLESS = [
+    _counts, _counts_on, _counts_from_its_class, _appends, _says, _times, _counts_globally,
+]  # fmt: skip
 HARMFUL = [
     _compares, _compares_entry, _compares_global, _compares_by_type, _multiplies, _slices, _hides, _names,
-    _measures_log, _hurries, _anneals,
+    _measures_log, _hurries, _anneals, _multiplies_from_its_class,
 ]  # fmt: skip
 
 
@@ -152,7 +163,8 @@ def _loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 def _state(net: Net) -> list[object]:
-    return [net.steps, net.time_s, [*net.log], _calls, repr(_seen), Net.per_class]
+    own = [net.steps, net.time_s, [*net.log], vars(net).get("default")]
+    return [*own, _calls, repr(_seen), Net.per_class, Net.default, type(Net.default)]
 
 
 @pytest.mark.parametrize("extra", HARMLESS)
@@ -160,6 +172,7 @@ def test_what_cannot_matter_is_let_go_and_undone(
     extra: Callable[[Net, torch.Tensor], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     net, x = Net(extra), torch.randn(3, 4)
+    extra(net, x)
     before = _state(net)
     with caplog.at_level("WARNING", logger="gascompile"):
         step, call = capture_joint(net, _loss, x).record, capture(net, (x,), {}).record
@@ -172,12 +185,23 @@ def test_what_cannot_matter_is_let_go_and_undone(
         assert record.changed() is None
 
 
+def test_what_an_instance_has_of_its_class_stays_there() -> None:
+    net, x = Net(_counts_from_its_class), torch.randn(3, 4)
+    before = _state(net)
+    for _ in range(2):
+        capture(net, (x,), {})
+        capture_joint(net, _loss, x)
+        assert _state(net) == before
+
+
 @pytest.mark.parametrize("extra", HARMFUL)
 def test_a_step_refuses_what_may_matter(
     extra: Callable[[Net, torch.Tensor], torch.Tensor],
 ) -> None:
     with pytest.raises(CaptureError, match=r"this counts: .*pass it in the batch"):
         capture_joint(Net(extra), _loss, torch.randn(3, 4))
+    assert type(Net.default) is int
+    assert Net.default == 0
 
 
 @pytest.mark.parametrize("extra", [_compares, _multiplies, _hurries])

@@ -19,8 +19,9 @@ class Snapshot:
 
     def __init__(self, watches: Watches) -> None:
         """Take shallow copies."""
-        self._places = [(owner, key, value) for owner, key, value, _ in watches.places()]
-        owners = {id(owner): owner for owner, _, _ in self._places}
+        rows = [row[:3] for row in watches.places()]
+        self._places = [(holder_of(*row), *row[1:]) for row in rows]
+        owners = {id(owner): owner for owner, _, _ in rows}
         owners.update((id(owner), owner) for owner, *_ in watches.sized())
         # Others write to a module's globals, too; what is watched there is in the places.
         ops = op_spaces()
@@ -30,6 +31,11 @@ class Snapshot:
             if isinstance(owner, dict) and "__builtins__" not in owner and id(owner) not in ops
         ]
         self._absent = [(owner, key) for owner, key, _ in watches.absent if id(owner) not in ops]
+        # What an instance has of its class is its own as soon as it is assigned.
+        own = ((_own(owner), key) for owner, key, _ in rows)
+        self._absent += [
+            (space, key) for space, key in own if space is not None and key not in space
+        ]
         self._lists = [(o, list(o)) for o in owners.values() if isinstance(o, (list, deque))]
 
     def restore(self) -> None:
@@ -64,10 +70,40 @@ class Draws:
         numpy.random.set_state(self._numpy)  # noqa: NPY002 - what all draw from
 
 
+def holder_of(owner: Any, key: Any, value: object) -> Any:
+    """Return whose ``value`` it is that an owner has as ``key``: an instance's own space, its class, or the owner."""
+    if not isinstance(key, str):
+        return owner
+    space = _own(owner)
+    if space is not None and space.get(key, _own) is value:
+        return space
+    kind = owner if isinstance(owner, type) else type(owner)
+    base = next((base for base in kind.__mro__ if key in vars(base)), None)
+    return base if base is not None and vars(base)[key] is value else owner
+
+
+def _own(owner: object) -> dict[str, Any] | None:
+    """Return the attributes that an instance does not have from its class; ``None`` for what is no instance of one."""
+    if isinstance(owner, (type, dict, list, tuple, deque, types.CellType, Current)):
+        return None
+    try:
+        space = object.__getattribute__(owner, "__dict__")
+    except AttributeError:
+        return None
+    return space if isinstance(space, dict) else None
+
+
 def undo(watches: Watches, names: frozenset[str]) -> None:
     """Let these values be as they were when they were watched; lists have only grown since."""
-    for owner, key, value, name in watches.places():
-        if name in names:
+    rows = watches.places()
+    own = {(id(owner), key) for owner, key, *_ in rows}
+    for owner, key, value, name in rows:
+        space = _own(owner)
+        if name not in names:
+            continue
+        if space is not None and key in space and (id(space), key) not in own:
+            del space[key]  # it was the class's
+        else:
             put(owner, key, value)
     for owner, length, name in watches.sized():
         if name in names and isinstance(owner, list):
@@ -85,6 +121,14 @@ def put(owner: Any, key: Any, value: object) -> bool:
     elif isinstance(key, str) and not isinstance(owner, (tuple, types.MappingProxyType)):
         kind = owner if isinstance(owner, type) else type(owner)
         base = next((base for base in kind.__mro__ if key in vars(base)), None)
+        space = _own(owner)
+        if (
+            space is not None
+            and key in space
+            and not hasattr(vars(base or kind).get(key), "__set__")
+        ):
+            space[key] = value
+            return True
         if base is None:
             return False
         slot = vars(base)[key]
