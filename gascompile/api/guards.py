@@ -181,15 +181,17 @@ def require_no_gradients(
         sources += itertools.islice((p for p in model.parameters() if p.requires_grad), 1)
     if not sources:
         return outputs
-    given = {id(tensor) for tensor in tensors}  # one that comes back is as it was
-    return tuple(
-        _Refused.apply(value, *sources)  # type: ignore[no-untyped-call]
-        if isinstance(value, torch.Tensor)
-        and (value.is_floating_point() or value.is_complex())
-        and id(value) not in given
-        else value
-        for value in outputs
-    )
+    # What was passed, and comes back, is as it was; what is returned twice is one tensor.
+    known: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
+    for value in outputs:
+        is_tensor = isinstance(value, torch.Tensor)
+        if (
+            is_tensor
+            and id(value) not in known
+            and (value.is_floating_point() or value.is_complex())
+        ):
+            known[id(value)] = _Refused.apply(value, *sources)  # type: ignore[no-untyped-call]
+    return tuple(known.get(id(value), value) for value in outputs)
 
 
 class _Refused(torch.autograd.Function):

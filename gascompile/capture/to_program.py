@@ -341,7 +341,7 @@ def _strides(
     value: torch.Tensor, leaf: torch.Tensor, shape: tuple[int | Dim, ...], label: str
 ) -> tuple[int | Stride, ...] | None:
     """Return the strides of an input by its dimensions, ``None`` for those of a contiguous one."""
-    if leaf.is_contiguous():
+    if strides_of(leaf) == contiguous_strides(leaf.shape):
         return None
     names = {dim.name for dim in shape if isinstance(dim, Dim)}
     strides: list[int | Stride] = []

@@ -125,6 +125,39 @@ def test_layouts(name: str, layout: str, place: str, folder: Path) -> None:
         assert growth + arena <= budget
 
 
+class Image(nn.Module):
+    """Depends on how the result of a convolution lies."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(channels, 4, 3, padding=1)
+
+    def forward(self, image: torch.Tensor) -> Any:
+        found = self.layer(image)
+        rows = found.as_strided((found.numel(),), (1,))
+        return found, rows, found * (2 if found.is_contiguous() else 3)
+
+
+@pytest.mark.parametrize(("images", "channels"), [(1, 3), (2, 1), (1, 1), (2, 3)])
+@pytest.mark.parametrize("place", ["inputs", "weights"])
+def test_images_of_one_row_or_channel(images: int, channels: int, place: str, folder: Path) -> None:
+    model = Image(channels).eval()
+    image = torch.randn(images, channels, 4, 5)
+    if place == "weights":
+        model.to(memory_format=torch.channels_last)
+    else:
+        image = torch.empty_like(image, memory_format=torch.channels_last).copy_(image)
+    with gascompile.compile(model, "1MiB", machine="cpu-nvme", cache_dir=folder) as compiled:
+        # A part of another tensor, and a contiguous one, with strides of their own where nothing depends on them.
+        for value in (image, torch.cat([image, image])[:images], image.contiguous()):
+            expected = eager(model, [value])
+            with torch.no_grad():
+                outputs = flat(compiled(value))
+            assert expected is not None
+            assert_equal(outputs, expected)
+            assert strides(outputs) == strides(expected)
+
+
 class Writes(nn.Module):
     """Writes to its first argument, reads the second, and tells whether they are one."""
 
