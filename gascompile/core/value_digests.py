@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from gascompile.core.content import content_of
+
 
 def digest_of(values: Iterable[Any]) -> str:
     """Return a digest of tensors of the host, their types and shapes, and of other values by what they print as."""
@@ -17,7 +19,5 @@ def digest_of(values: Iterable[Any]) -> str:
             digest.update(repr(leaf).encode())
             continue
         digest.update(f"{leaf.dtype} {list(leaf.shape)}".encode())
-        dense = leaf.detach().contiguous().reshape(-1)
-        if dense.numel():
-            digest.update(dense.view(torch.uint8).numpy().data)
+        digest.update(content_of(leaf))
     return digest.hexdigest()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from gascompile.core.content import content_of
 from gascompile.runtime.memory.storages import bytes_of
 
 
@@ -23,5 +24,5 @@ def digest_of(memory: Sequence[torch.Tensor]) -> bytes:
     """Return a digest of what ``memory_of`` has found."""
     digest = hashlib.blake2b(digest_size=8)
     for part in memory:
-        digest.update(part.numpy().data)
+        digest.update(content_of(part))
     return digest.digest()

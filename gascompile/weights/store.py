@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from gascompile.core.content import content_of
 from gascompile.core.errors import StorageError
 from gascompile.core.files import exclusive
 from gascompile.core.side_by_side import in_order
@@ -108,7 +109,7 @@ def _pieces(parts: Iterable[_Part]) -> Iterator[tuple[list[_Take], int]]:
 
 
 def _tensor_part(tensor: torch.Tensor) -> _Part:
-    content = _flat_bytes(tensor.detach()).numpy().data
+    content = content_of(tensor)
 
     def cut(begin: int, end: int) -> _Take:
         return lambda state: state.add(content[begin:end])
@@ -132,12 +133,6 @@ def is_spilled(path: Path) -> bool:
         path.parent.name == STORE
         and re.fullmatch(r"[0-9a-f]{40}\.safetensors", path.name) is not None
     )
-
-
-def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    whole = tensor.contiguous()
-    # Where it has one element or none, its strides may be any.
-    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 
 
 def spill(tensors: Mapping[str, torch.Tensor], store: Path) -> Checkpoint:

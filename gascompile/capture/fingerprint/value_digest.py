@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from gascompile.capture.fingerprint.code_digest import CodeDigest
 from gascompile.capture.fingerprint.library_order import hooks_of_others, in_one_order
+from gascompile.core.content import content_of
 
 _ATOMS = (bool, int, float, complex, str, bytes, bytearray)
 _EXACT = {type(None), type(Ellipsis), type(NotImplemented), *_ATOMS}
@@ -237,8 +238,7 @@ class ValueDigest(CodeDigest):
             value = value.dequantize()
         first = self._storages.setdefault(value.untyped_storage().data_ptr(), len(self._storages))
         self.add("memory", first, value.storage_offset(), value.stride())
-        whole = value.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        self._state.update(whole.view(torch.uint8).numpy().data)
+        self._state.update(content_of(value))
 
     def _generator(self, value: torch.Generator) -> None:
         self.add("generator", str(value.device), value.get_state().numpy().tobytes())

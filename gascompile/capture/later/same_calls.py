@@ -18,6 +18,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from gascompile.capture.later.rounds import TracedCall
+from gascompile.core.content import content_of
 from gascompile.passes.graph.bound_aliases import may_share_memory
 from gascompile.passes.graph.mutated_tensors import written_arguments
 
@@ -225,8 +226,8 @@ def _makes_up(target: Any) -> bool:
 def _content(value: object) -> str | None:
     if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor) or value.is_meta:
         return None
-    raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return _digest(f"{value.dtype} {list(value.shape)} {list(value.stride())} {_digest(raw)}")
+    outline = f"{value.dtype} {list(value.shape)} {list(value.stride())}"
+    return _digest(f"{outline} {_digest(content_of(value))}")
 
 
 def _line(node: fx.Node) -> str:

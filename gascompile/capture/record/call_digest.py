@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from gascompile.core.content import content_of
+
 _PLAIN = (
     int, float, complex, bool, str, bytes, slice, type(None), type(...), torch.Size, torch.dtype, torch.device,
     torch.layout, torch.memory_format,
@@ -155,7 +157,7 @@ def _content(value: torch.Tensor) -> str:
     if not is_plain or value.is_meta or value.layout is not torch.strided:
         raise _UnknownValueError
     try:
-        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        raw = content_of(value)
     except RuntimeError as error:
         raise _UnknownValueError from error
     outline = value.dtype, tuple(value.shape), value.stride()

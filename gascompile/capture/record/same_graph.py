@@ -12,6 +12,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from gascompile.core.content import content_of
+
 
 def graph_digest(graph_module: fx.GraphModule, constants: Mapping[str, object]) -> str:
     """Return a digest of ops, order, arguments, constants' bytes and the shapes of all values.
@@ -69,7 +71,6 @@ def _add_constant(digest: Any, value: object) -> None:
     elif isinstance(value, torch.Tensor):
         digest.update(repr(_outline(value)).encode())
         if not isinstance(value, FakeTensor) and value.device.type != "meta":
-            whole = value.detach().cpu().contiguous().reshape(-1)
-            digest.update(whole.view(torch.uint8).numpy().tobytes())
+            digest.update(content_of(value))
     else:
         digest.update(repr(value).encode())
