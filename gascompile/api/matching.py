@@ -15,6 +15,7 @@ from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
 from gascompile.core.program import Dim, InputSpec, Program
 from gascompile.core.signature import (
+    constant_of,
     require_bare,
     require_plain,
     same_memory,
@@ -172,7 +173,7 @@ def _leaf_mismatch(
     value: Any, expected: InputSpec, sizes: dict[str, int], plan: Plan
 ) -> str | None:
     if expected.dtype is None:
-        if isinstance(value, torch.Tensor) or repr(value) != expected.constant:
+        if isinstance(value, torch.Tensor) or constant_of(value) != expected.constant:
             return f"is {value!r:.60}, the plan was made for the constant {expected.constant}"
         return None
     if not isinstance(value, torch.Tensor):

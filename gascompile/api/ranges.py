@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from gascompile.capture.calls import positional_names
 from gascompile.core.program import Dim, InputSpec
+from gascompile.core.signature import constant_of
 
 if TYPE_CHECKING:
     from gascompile.api.unit import Unit
@@ -115,7 +116,7 @@ def _is_alike(unit: Unit, leaves: Sequence[Any], spec: pytree.TreeSpec) -> bool:
 
 def _differs_in_sizes(known: InputSpec, leaf: Any) -> bool:
     if known.dtype is None:
-        return not isinstance(leaf, torch.Tensor) and repr(leaf) == known.constant
+        return not isinstance(leaf, torch.Tensor) and constant_of(leaf) == known.constant
     if not isinstance(leaf, torch.Tensor) or f"torch.{known.dtype}" != str(leaf.dtype):
         return False
     return len(known.shape) == leaf.dim() and all(

@@ -15,6 +15,7 @@ from gascompile.api.guards import Values
 from gascompile.api.matching import Misfit, as_planned, misfit, require_inputs
 from gascompile.bundles.bundle import Bundle
 from gascompile.bundles.reuse import Basis
+from gascompile.capture.calls import key_types
 from gascompile.capture.saved.program_io import load_treespec, needs_import
 from gascompile.capture.torch_settings import call_settings
 from gascompile.core.input_facts import facts_of
@@ -110,6 +111,11 @@ class Unit:
         return load_treespec(self.bundle.program.in_spec)
 
     @cached_property
+    def _key_types(self) -> tuple[str, ...]:
+        """Of keys that may equal others of another type; empty of most calls, which are looked up at no cost."""
+        return key_types(self.in_spec)
+
+    @cached_property
     def out_spec(self) -> pytree.TreeSpec:
         """The structure of what a call returns."""
         return load_treespec(self.bundle.program.out_spec)
@@ -161,11 +167,13 @@ class Unit:
             spec,
             call_settings(),
         )
+        if kinds := self._key_types:
+            key = (*key, kinds := key_types(spec))
         if self._asks and spec == self.in_spec:
             key = (*key, facts_of(self.bundle.program.inputs, leaves))
         if key == self._fit:
             return None
-        if spec != self.in_spec:
+        if spec != self.in_spec or kinds != self._key_types:
             return Misfit(
                 f"the call has the structure {spec}, the plan was made for {self.in_spec}; pass the same arguments"
             )

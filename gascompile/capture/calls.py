@@ -72,11 +72,11 @@ def bind_call(
     """Name the positional arguments by ``names``; what has no name stays positional.
 
     The others are in the order of their names, or as they are given where ``names`` ends in ``ANY_NAMES``.
-    Mappings that tokenizers and feature extractors return become dicts.
+    Mappings that tokenizers and feature extractors return become dicts, sizes of tensors tuples, as in a capture.
     """
-    if any(isinstance(value, UserDict) for value in (*args, *kwargs.values())):
-        args = tuple(_as_dict(value) for value in args)
-        kwargs = {name: _as_dict(value) for name, value in kwargs.items()}
+    if any(isinstance(value, (UserDict, torch.Size)) for value in (*args, *kwargs.values())):
+        args = tuple(_plainly(value) for value in args)
+        kwargs = {name: _plainly(value) for name, value in kwargs.items()}
     in_order = names[-1:] == (ANY_NAMES,)
     if in_order:
         names = names[:-1]
@@ -98,7 +98,9 @@ def bind_call(
     )
 
 
-def _as_dict(value: Any) -> Any:
+def _plainly(value: Any) -> Any:
+    if isinstance(value, torch.Size):
+        return tuple(value)
     return dict(value) if isinstance(value, UserDict) else value
 
 
@@ -120,6 +122,20 @@ def flatten_call(
             f"the arguments cannot be taken apart ({type(error).__name__}: {error}); give tensors, or containers "
             "whose parts are tensors; for a cache of this kind pass use_cache=False"
         ) from error
+
+
+def key_types(spec: pytree.TreeSpec) -> tuple[str, ...]:
+    """Return the types of the keys in a structure that are no plain text: 1, 1.0 and True are equal ones."""
+    found = [type(key).__qualname__ for key in _flat_keys(spec.context) if type(key) is not str]
+    for child in spec.children():
+        found += key_types(child)
+    return tuple(found)
+
+
+def _flat_keys(context: Any) -> list[Any]:
+    if not isinstance(context, (list, tuple)):
+        return []
+    return [key for part in context for key in (_flat_keys(part) or [part])]
 
 
 Parts = Callable[[Any], tuple[list[Any], Hashable]]

@@ -16,7 +16,7 @@ from gascompile.capture.record.record import Recorded
 from gascompile.capture.storage_offsets import check_offsets
 from gascompile.core.errors import CaptureError, UnsupportedOpError
 from gascompile.core.program import BoundSpec, Dim, InputSpec, Program, Stride
-from gascompile.core.signature import strides_of
+from gascompile.core.signature import constant_of, strides_of
 from gascompile.core.strides import contiguous_strides
 from gascompile.core.tiles import parse_tile
 from gascompile.passes.graph.bound_aliases import bound_aliases
@@ -320,7 +320,7 @@ def _input_specs(
     for name, (path, leaf) in zip(user_inputs, leaves, strict=True):
         label = _path_label(path)
         if not isinstance(leaf, torch.Tensor):
-            specs.append(InputSpec(name=name, path=label, constant=repr(leaf)))
+            specs.append(InputSpec(name=name, path=label, constant=constant_of(leaf)))
             continue
         value = nodes[name].meta["val"]
         shape = tuple(_dim(size, exported, label) for size in value.shape)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -48,7 +49,7 @@ def signature_of(leaves: Sequence[Any]) -> Signature:
             shape, stride = tuple(value.shape), strides_of(value)
             described.append((str(value.dtype), shape, stride, str(value.device)))
         else:
-            described.append((type(value).__qualname__, repr(value)))
+            described.append((type(value).__qualname__, constant_of(value)))
     return Signature(leaves=tuple(described), same=same_tensors(leaves), memory=same_memory(leaves))
 
 
@@ -61,10 +62,41 @@ def quick_key(leaves: Sequence[Any]) -> tuple[Any, ...]:
         [
             (type(x), x.dtype, x.shape, x.stride(), x.device, x.is_conj() or x.is_neg(), *vars(x))
             if isinstance(x, torch.Tensor) and x.layout is torch.strided
-            else (type(x), repr(x))
+            else (type(x), repr(x), *_attributes(x))
             for x in leaves
         ]
     )
+
+
+_NUMBERS = frozenset({int, float, bool, str, complex, type(None)})
+
+
+def constant_of(value: object) -> str:
+    """Return what tells an argument that is no tensor from others: how it prints, and the class of a number's kin.
+
+    Raises:
+        UnsupportedOpError: a number or text has attributes, which code may read and no plan compares.
+    """
+    if type(value) in _NUMBERS or isinstance(value, Enum):
+        return repr(value)
+    if not isinstance(value, (int, float, complex, str)):
+        return repr(value)
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if given := _attributes(value):
+        raise UnsupportedOpError(
+            f"an argument is a {kind} with the attribute '{given[0][0]}', which no plan compares from call to call; "
+            "pass it as an argument of its own, and the value as a plain one"
+        )
+    return f"{kind} {value!r}"
+
+
+def _attributes(value: object) -> list[tuple[str, Any]]:
+    """Return the attributes of a number or text of a class of its own, which code may read besides what it prints."""
+    if type(value) in _NUMBERS or isinstance(value, Enum):
+        return []
+    if not isinstance(value, (int, float, complex, str)):
+        return []  # no call can have it
+    return sorted(getattr(value, "__dict__", {}).items())
 
 
 def require_plain(value: torch.Tensor, what: str) -> None:
