@@ -47,6 +47,9 @@ Keep = Callable[
 class States(NamedValues):
     """Parameters, buffers, moments and the number of updates of one run."""
 
+    is_half_new = False
+    """A step has failed, which may have written moments and totals that are not counted."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -96,8 +99,6 @@ class States(NamedValues):
         self.num_batches = 0
         self.pending: frozenset[str] = frozenset()
         """Parameters whose totals hold a gradient."""
-        self.is_half_new = False
-        """A step has failed, which may have written moments and totals that are not counted."""
         own = {n: tensor.detach() for n, tensor in self.tensors.items() if n not in self.divided}
         own |= {name: value.outline() for name, value in packed.items()}
         self.tiles = {(slot.name, key): [] for slot in self.spread.values() for key in slot.keys}
