@@ -236,6 +236,8 @@ def _in_words(error: Exception, model: str) -> str:
             f"it depends on values of tensors ({reason}), by .item(), by an if or a loop over them, or by a mask as "
             "an index; write it with torch.where, so that the same ops run at every step"
         )
+    if "must not already be a functional tensor" in reason:
+        reason = "tensor.set_(value) gives a tensor other memory; write tensor.copy_(value)"
     return f"cannot trace the loss of {model}{_place(error)}: {reason}"
 
 
