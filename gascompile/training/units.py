@@ -154,10 +154,12 @@ class UnitMaker(StepPlanner):
     ) -> States:
         """Take parameters, buffers and moments over at the first plan; what changes later gets a slot by then."""
         changing = program.program.states | program.gradients
+        assert self._storages is not None, "a capture has looked at them"
+        updated = program.gradients & rules.trained
+        self._storages.require_writable(program.program.states | updated)
         if self._values is not None:
             self._values.require_frozen(changing)
         if self.states is None:
-            assert self._storages is not None, "a capture has looked at them"
             drop_zeros(self._model, self.optimizer, program.gradients)
             self._open_device()
             self.states = States(
