@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from gascompile.capture.alone import alone
 from gascompile.capture.exporting import exporting
+from gascompile.capture.old_hooks import old_hook
 from gascompile.capture.record.effects import EffectProof, EffectTrace, prove
 from gascompile.capture.record.record import CaptureRecord, Recorded, Recorder
 from gascompile.capture.record.trial import Trial
@@ -157,7 +158,7 @@ def capture_joint(
         # What a first call sets, and later ones read, is another course once.
         asks = not record.is_reproducible and not asks
     if not record.is_reproducible:
-        trace = _without_effects(record, traced, recorders, type(model).__name__)
+        trace = _without_effects(record, traced, recorders, model)
         record = trace.recorder.record()
     wrapped, norms = trace.captured.wrapped, trace.captured.norms
     return _read(trace.graph_module, wrapped, storages.views, norms, record)
@@ -167,23 +168,27 @@ def _without_effects(
     record: CaptureRecord,
     traced: Callable[[Trial], EffectTrace[_Traced]],
     recorders: Sequence[Recorder],
-    model: str,
+    model: nn.Module,
 ) -> EffectTrace[_Traced]:
     """Return a trace whose effects do not matter.
 
     Raises:
         CaptureError: they may, or there is another reason for which a step might take another course.
     """
+    name = type(model).__name__
     proof: EffectProof[_Traced] = EffectProof()
     if record.elsewhere is None:
-        proof = prove(record, traced, before=recorders, who=f"the loss of {model}")
+        proof = prove(record, traced, before=recorders, who=f"the loss of {name}")
     if proof.trace is not None:
         return proof.trace
     matters = f", and this counts: {proof.why}" if proof.why else ""
+    advice = old_hook(model) or (
+        "draw by torch.rand, keep what changes in a buffer, or pass it in the batch, where each value that is no "
+        "tensor gets a plan of its own. Only counting, timing and appending to a list are let go"
+    )
     raise CaptureError(
-        f"the loss of {model} may take another course at every call, and a planned step takes one: {record.why}"
-        f"{matters}; draw by torch.rand, keep what changes in a buffer, or pass it in the batch, where each value that "
-        "is no tensor gets a plan of its own. Only counting, timing and appending to a list are let go"
+        f"the loss of {name} may take another course at every call, and a planned step takes one: {record.why}"
+        f"{matters}; {advice}"
     )
 
 
