@@ -37,10 +37,11 @@ def definite(model: nn.Module) -> torch.Tensor:
 
 
 def twice(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    return (
+    value: torch.Tensor = (
         torch.linalg.inv(definite(model)).sum()
         + torch.linalg.solve(definite(model), batch, left=False).sum()
     )
+    return value
 
 
 LOSSES: dict[str, Loss] = {
@@ -76,10 +77,11 @@ def test_a_matrix_without_inverse_raises_and_changes_nothing(tmp_path: Path) -> 
     model.weight.data = torch.eye(8)
 
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return torch.linalg.inv(weight_of(model) * batch).sum()
+        value: torch.Tensor = torch.linalg.inv(weight_of(model) * batch).sum()
+        return value
 
     with step_of(model, loss, torch.ones(8, 8), tmp_path) as step:
-        with pytest.raises(torch.linalg.LinAlgError, match="singular"):
+        with pytest.raises(RuntimeError, match="singular"):
             step(torch.zeros(8, 8))
         assert torch.equal(model.weight, torch.eye(8))
         assert float(step(torch.ones(8, 8))) == 8
