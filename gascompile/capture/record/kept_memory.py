@@ -19,7 +19,7 @@ from gascompile.core.errors import CaptureError
 
 _SWAP = "_swap_tensor_impl"
 """Through which all of torch swaps tensors."""
-_DATA = cast(Any, torch.Tensor.data)
+_READ, _WRITE = torch.Tensor.data.__get__, cast(Any, torch.Tensor.data).__set__
 
 
 @contextmanager
@@ -65,11 +65,11 @@ class _KeptMemory(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func == _DATA.__set__ and isinstance(args[1], torch.Tensor):
+        if func == _WRITE and isinstance(args[1], torch.Tensor):
             self._require_same(*args)
             return None
         returned = func(*args, **(kwargs or {}))
-        if func == _DATA.__get__:
+        if func == _READ:
             self._read[id(returned)] = (returned, args[0])
         return returned
 
