@@ -19,7 +19,8 @@ from gascompile.core.errors import CaptureError
 
 _SWAP = "_swap_tensor_impl"
 """Through which all of torch swaps tensors."""
-_READ, _WRITE = torch.Tensor.data.__get__, cast(Any, torch.Tensor.data).__set__
+_DATA = cast(Any, torch.Tensor.data)
+_READ, _WRITE = _DATA.__get__, _DATA.__set__
 
 
 @contextmanager
