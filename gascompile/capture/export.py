@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -114,15 +114,13 @@ def _captured(
         recorder = Recorder(twin, versions=True, trial=trial)
         is_recording = spaces is not None
         recorder.follow(twin, rounds, AskedInputs(args, kwargs, model, is_recording=is_recording))
-        try:
-            names = inputs[1] if dynamic_shapes is not None else ()
-            sizes = recorder.noting_sizes() if dynamic_shapes is not None else nullcontext()
-            with recorder.around(), tracing(), told(spaces), named_keywords(twin, names), sizes:
-                program = torch.export.export(
-                    twin, inputs[0], dict(inputs[1]), dynamic_shapes=dynamic_shapes, strict=False
-                )
-        except Exception as error:  # torch.export raises whatever the model's own code raises
-            raise _capture_error(model, error) from error
+        names = inputs[1] if dynamic_shapes is not None else ()
+        sizes = recorder.noting_sizes() if dynamic_shapes is not None else nullcontext()
+        named = named_keywords(twin, names)
+        with _in_words(model), recorder.around(), tracing(), told(spaces), named, sizes:
+            program = torch.export.export(
+                twin, inputs[0], dict(inputs[1]), dynamic_shapes=dynamic_shapes, strict=False
+            )
         if dynamic_shapes is not None:
             _require_ranges(recorder, program, model)
         _require_no_transforms(program.graph_module)
@@ -209,6 +207,19 @@ def _require_no_transforms(graph_module: torch.fx.GraphModule) -> None:
                 )
 
 
+@contextmanager
+def _in_words(model: nn.Module) -> Iterator[None]:
+    """Say where a capture failed: torch.export raises whatever the model's own code raises."""
+    try:
+        yield
+    except CaptureError:
+        raise
+    except Exception as error:
+        if isinstance(error.__cause__, CaptureError):
+            raise error.__cause__ from error
+        raise _capture_error(model, error) from error
+
+
 def _capture_error(model: nn.Module, error: Exception) -> CaptureError:
     frames = [
         frame
@@ -229,6 +240,12 @@ def _capture_error(model: nn.Module, error: Exception) -> CaptureError:
         advice = (
             "give dynamic_shapes= one entry per argument, as in {'x': {0: torch.export.Dim('batch', max=32)}}, with "
             "ranges and relations that the model keeps"
+        )
+    elif "fake tensor in the exported program constant" in text:
+        summary = "a tensor was read past what is traced"
+        advice = (
+            "compute with tensors themselves instead of tensor.data, under torch.no_grad() where no gradient shall "
+            "flow, and do not keep what is computed outside of buffers"
         )
     elif "pytree" in text:
         advice = (

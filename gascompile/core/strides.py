@@ -88,6 +88,28 @@ def span_elements(shape: Sequence[int], stride: Sequence[int]) -> int:
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
+def repeats(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Return whether two elements of a tensor lie in one place, as those of an expansion do."""
+    dims = sorted((step, size) for size, step in zip(shape, stride, strict=True) if size > 1)
+    if 0 in shape or not dims:
+        return False
+    if not dims[0][0]:
+        return True
+    span, is_apart = 1, True
+    for step, size in dims:
+        is_apart = is_apart and step >= span
+        span += step * (size - 1)
+    if is_apart:
+        return False
+    places = {0}
+    for step, size in dims:
+        moved = {place + step * number for place in places for number in range(size)}
+        if len(moved) < len(places) * size:
+            return True
+        places = moved
+    return False
+
+
 def distinct(value: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
     """Return ``value`` without the elements that an expansion, of it or of ``like``, repeats: each once."""
     for dim, step in enumerate((value if like is None else like).stride()):

@@ -179,7 +179,8 @@ class StepValues:
 
         Args:
             folder: this run's own until ``close``.
-            extra: JSON values that ``load`` returns, such as ``scheduler.state_dict()``.
+            extra: a dict that ``load`` returns, such as ``{"scheduler": scheduler.state_dict()}``: of JSON values
+                without NaN, infinite numbers, tuples, counters and dicts with such keys.
             keep: how many checkpoints stay, this one included. Links, and folders with files that no save has
                 written, are never removed.
             blocking: False: return once the values of now are in files. Writing these to the drive, digests and
@@ -193,7 +194,7 @@ class StepValues:
             StorageError: another job saves there, or it cannot be written; the checkpoint before stays valid.
             UnsupportedOpError: two replicas of one process, or in a folder that all ranks share; a module has a state
                 beside its tensors (``get_extra_state``).
-            ValueError: nothing has been planned yet, ``extra`` is no JSON, ``keep`` is not positive, or ``replicas``
+            ValueError: nothing has been planned yet, ``extra`` is none, ``keep`` is not positive, or ``replicas``
                 neither 1 nor 2.
         """
         if replicas not in (1, 2):
@@ -207,8 +208,9 @@ class StepValues:
         self._holdings.settle_all()
         checkpoints, changing = self._checkpoints(folder), self._changing(states)
         with self.ranks.together() if self.ranks else contextlib.nullcontext():
+            extra = {} if extra is None else extra
             return checkpoints.save(
-                states, changing, extra or {}, keep=keep, blocking=blocking, replicas=replicas
+                states, changing, extra, keep=keep, blocking=blocking, replicas=replicas
             )
 
     @property

@@ -31,6 +31,7 @@ from gascompile.training.optimizers.optimizers import Rules
 from gascompile.training.planning.step_program import StepOptions, StepProgram
 from gascompile.training.settings import require_known
 from gascompile.training.state.aliasing import Storages
+from gascompile.training.state.left_gradients import drop_zeros, require_none_left
 from gascompile.training.state.train_state import States
 from gascompile.training.step_cache import with_kernels
 from gascompile.training.step_job import StepJob
@@ -87,6 +88,8 @@ class UnitMaker(StepPlanner):
         does = "step" if options.trains else "call" if options.calls else "evaluation"
         name = f"{does} of {model}"
         require_followed(self._model, self.optimizer, self._settings.layout)
+        if self.states is None:
+            require_none_left(self._model, self.optimizer)
         if self._values is not None:
             self._values.enter()
         storages = self._storages = self._storages or Storages(self._model)
@@ -151,10 +154,13 @@ class UnitMaker(StepPlanner):
     ) -> States:
         """Take parameters, buffers and moments over at the first plan; what changes later gets a slot by then."""
         changing = program.program.states | program.gradients
+        assert self._storages is not None, "a capture has looked at them"
+        updated = program.gradients & rules.trained
+        self._storages.require_writable(program.program.states | updated)
         if self._values is not None:
             self._values.require_frozen(changing)
         if self.states is None:
-            assert self._storages is not None, "a capture has looked at them"
+            drop_zeros(self._model, self.optimizer, program.gradients)
             self._open_device()
             self.states = States(
                 self._model,

@@ -122,10 +122,10 @@ def compiled(
 
 def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> float:
     """Take a step in plain torch and return its loss."""
-    optimizer.zero_grad()
     loss = loss_fn(model, batch)
     loss.backward()
     optimizer.step()
+    optimizer.zero_grad()
     return float(loss.detach())
 
 

@@ -108,9 +108,9 @@ def test_runs_go_on_in_torch_and_come_back(kind: str, tmp_path: Path) -> None:
     optimizer, their_optimizer = trial.optimizer(model), trial.optimizer(theirs)
 
     def plain(net: nn.Module, updates: torch.optim.Optimizer, batch: Any) -> None:
-        updates.zero_grad()
         _loss(net, batch).backward()
         updates.step()
+        updates.zero_grad()
 
     def agree(state: dict[str, Any]) -> None:
         wanted = their_optimizer.state_dict()["state"]

@@ -177,10 +177,10 @@ def test_runs_go_on_from_checkpoints_and_states(make: Make, tmp_path: Path) -> N
 
 
 def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> float:
-    optimizer.zero_grad()
     loss = loss_fn(model, batch)
     loss.backward()
     optimizer.step()
+    optimizer.zero_grad()
     return float(loss.detach())
 
 

@@ -28,6 +28,7 @@ from gascompile.capture.record.call_digest import CallDigest
 from gascompile.capture.record.containers import goes_over_attributes
 from gascompile.capture.record.dependencies import Dependencies, dependencies
 from gascompile.capture.record.given import changed_entries, entries_of
+from gascompile.capture.record.kept_memory import memory_kept
 from gascompile.capture.record.recorder import Ask, Running
 from gascompile.capture.record.size_types import types_of_sizes_noted
 from gascompile.capture.record.snapshot import Draws, Snapshot, undo
@@ -126,8 +127,7 @@ class Recorder:
         self.changes_containers = False
         """Whether a single call changed a list or dict that it was given."""
         self._changed: dict[str, WatchedChange] = {}
-        self._follows = False
-        self._model = model
+        self._follows, self._model = False, model
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -170,7 +170,7 @@ class Recorder:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Enclose the model's own code; may happen several times, within dispatch modes of torch."""
-        with self._running.recorded():
+        with memory_kept(self._model), self._running.recorded():
             yield
 
     def follow(

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,11 +22,12 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils import _pytree as pytree
 
 from gascompile.capture.alone import alone
 from gascompile.capture.exporting import exporting
+from gascompile.capture.old_hooks import old_hook
 from gascompile.capture.record.effects import EffectProof, EffectTrace, prove
 from gascompile.capture.record.record import CaptureRecord, Recorded, Recorder
 from gascompile.capture.record.trial import Trial
@@ -40,10 +39,12 @@ from gascompile.passes.graph.bound_aliases import bound_aliases
 from gascompile.passes.parallel.legs import Action
 from gascompile.training.capture.backward_code import backward_recorded
 from gascompile.training.capture.cumulative_norms import numbered_norms, take_counts
+from gascompile.training.capture.effect_tokens import drop_tokens
 from gascompile.training.capture.exact_dropout import exact_dropout
 from gascompile.training.capture.joint_outputs import joint_outputs, require_dense
 from gascompile.training.capture.left_tensors import leaves_no_traced
 from gascompile.training.capture.own_kernels import own_kernels, uncompiled
+from gascompile.training.capture.trace_errors import in_words
 from gascompile.training.capture.trace_substitutes import TraceSubstitutes
 from gascompile.training.capture.traced_call import TracedModel, without_copies
 from gascompile.training.capture.traced_loss import MODEL, OUTSIDE, LossFunction, TracedLoss
@@ -157,7 +158,7 @@ def capture_joint(
         # What a first call sets, and later ones read, is another course once.
         asks = not record.is_reproducible and not asks
     if not record.is_reproducible:
-        trace = _without_effects(record, traced, recorders, type(model).__name__)
+        trace = _without_effects(record, traced, recorders, model)
         record = trace.recorder.record()
     wrapped, norms = trace.captured.wrapped, trace.captured.norms
     return _read(trace.graph_module, wrapped, storages.views, norms, record)
@@ -167,23 +168,27 @@ def _without_effects(
     record: CaptureRecord,
     traced: Callable[[Trial], EffectTrace[_Traced]],
     recorders: Sequence[Recorder],
-    model: str,
+    model: nn.Module,
 ) -> EffectTrace[_Traced]:
     """Return a trace whose effects do not matter.
 
     Raises:
         CaptureError: they may, or there is another reason for which a step might take another course.
     """
+    name = type(model).__name__
     proof: EffectProof[_Traced] = EffectProof()
     if record.elsewhere is None:
-        proof = prove(record, traced, before=recorders, who=f"the loss of {model}")
+        proof = prove(record, traced, before=recorders, who=f"the loss of {name}")
     if proof.trace is not None:
         return proof.trace
     matters = f", and this counts: {proof.why}" if proof.why else ""
+    advice = old_hook(model) or (
+        "draw by torch.rand, keep what changes in a buffer, or pass it in the batch, where each value that is no "
+        "tensor gets a plan of its own. Only counting, timing and appending to a list are let go"
+    )
     raise CaptureError(
-        f"the loss of {model} may take another course at every call, and a planned step takes one: {record.why}"
-        f"{matters}; draw by torch.rand, keep what changes in a buffer, or pass it in the batch, where each value that "
-        "is no tensor gets a plan of its own. Only counting, timing and appending to a list are let go"
+        f"the loss of {name} may take another course at every call, and a planned step takes one: {record.why}"
+        f"{matters}; {advice}"
     )
 
 
@@ -201,7 +206,7 @@ def _captured(wrapped: TracedLoss, leaves: list[Any]) -> fx.GraphModule:
     except Exception as error:  # whatever the model's own code raises
         if isinstance(error.__cause__, CaptureError):
             raise error.__cause__ from error
-        raise CaptureError(_in_words(error, type(wrapped.model).__name__)) from error
+        raise CaptureError(in_words(error, type(wrapped.model).__name__)) from error
     finally:
         # Where a module has two names, torch leaves what it traced in it.
         for held, leaf, tensor in own:
@@ -225,29 +230,8 @@ def _traced(wrapped: nn.Module, leaves: list[Any]) -> fx.GraphModule:
         joint = aot_export_joint_with_descriptors(stack, wrapped, tuple(leaves), decompositions={})
         graph_module = joint.graph_module
     assert isinstance(graph_module, fx.GraphModule)
+    drop_tokens(graph_module.graph)
     return graph_module
-
-
-def _in_words(error: Exception, model: str) -> str:
-    """Return what went wrong, where in the user's code, and the way out."""
-    reason = str(error).split("\n\n", maxsplit=1)[0] or type(error).__name__
-    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
-        reason = (
-            f"it depends on values of tensors ({reason}), by .item(), by an if or a loop over them, or by a mask as "
-            "an index; write it with torch.where, so that the same ops run at every step"
-        )
-    return f"cannot trace the loss of {model}{_place(error)}: {reason}"
-
-
-def _place(error: BaseException) -> str:
-    """Return the innermost line of the traceback that is neither torch's nor ours."""
-    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
-    lines = [
-        f" at {frame.filename}:{frame.lineno}"
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((*ours, "<"))
-    ]
-    return lines[-1] if lines else ""
 
 
 def _read(

@@ -6,7 +6,7 @@ one are views of it, in plans too. Others get memory of their own, and their pla
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from gascompile.core.errors import CaptureError, UnsupportedOpError
+from gascompile.core.strides import repeats
 from gascompile.runtime.memory.storages import without_memory
 from gascompile.training.state.open_tensors import behind
 
@@ -92,6 +93,7 @@ class Storages:
         """By name; owners are none."""
         self.left: dict[int, str] = {}
         """Storages that tensors have left, by identity, with the name of one."""
+        self._repeating = frozenset(n for n, t in tensors.items() if repeats(t.shape, t.stride()))
         self._places: list[_Place] = []
         groups: dict[int, dict[str, torch.Tensor]] = {}
         for name, tensor in tensors.items():
@@ -123,6 +125,19 @@ class Storages:
         held = sum(t.nbytes for name, t in group.items() if name not in self.views)
         if storage.resizable() and held == size_bytes:
             storage.resize_(0)
+
+    def require_writable(self, names: Collection[str]) -> None:
+        """Refuse that steps write to a tensor of which several elements lay in one place, as eager does.
+
+        Raises:
+            UnsupportedOpError: names it.
+        """
+        for name in sorted(self._repeating.intersection(names)):
+            raise UnsupportedOpError(
+                f"'{name}' is trained, or changed by the loss, and several of its elements lie in one place, as of "
+                "expand(): torch refuses to write to such a tensor, and a step would give each its own value. Make it "
+                "of tensor.expand(...).clone(), or expand it in the forward pass"
+            )
 
     @contextmanager
     def apart(self) -> Iterator[None]:

@@ -25,6 +25,7 @@ from gascompile.core.waiting import life
 from gascompile.runtime.transfer.copying import write_all
 from gascompile.training.optimizers.unplanned import KeptState, kept_tensors, kept_values
 from gascompile.training.state.checkpoint_entries import entries_of, random_numbers
+from gascompile.training.state.extra_values import TAGGED, encoded
 from gascompile.training.state.open_optimizer import listed, plain_group
 from gascompile.training.state.pieces import Stored, stored_in
 from gascompile.training.state.run_state import STATE, read_state
@@ -96,7 +97,7 @@ class CheckpointFolder:
 
         Args:
             changing: names of persistent tensors that steps change.
-            extra: JSON values of the caller's.
+            extra: values of the caller's, see ``extra_values``.
             keep: how many there are at most afterwards, this one included.
             blocking: False: return once all values of now are in files. An own thread has these on the drive, makes
                 their digests and renames the folder; ``finish`` waits for it.
@@ -346,8 +347,9 @@ def state_json(states: States, extra: Mapping[str, Any]) -> bytes:
     """Return what of a run is no tensor.
 
     Raises:
-        ValueError: ``extra`` is no JSON.
+        ValueError: ``extra`` holds what no checkpoint can.
     """
+    written, is_tagged = encoded(extra)
     groups = listed(states.optimizer)["param_groups"]
     plain = [
         {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in group.items()}
@@ -362,12 +364,13 @@ def state_json(states: States, extra: Mapping[str, Any]) -> bytes:
         "states": states.rules.states,
         "param_groups": plain,
         "optimizer_state": kept_values(states.optimizer),
-        "extra": dict(extra),
+        "extra": written,
+        **({TAGGED: True} if is_tagged else {}),
     }
     try:
         raw = json.dumps(state, allow_nan=False, indent=1)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"extra and the optimizer's groups have to be JSON values without NaN: {error}"
+            f"the optimizer's groups have to be JSON values without NaN: {error}"
         ) from error
     return raw.encode()

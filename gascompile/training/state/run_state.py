@@ -9,6 +9,7 @@ from typing import Any
 
 from gascompile.core import serial
 from gascompile.core.errors import CheckpointError, FormatError
+from gascompile.training.state.extra_values import TAGGED, decoded
 
 STATE = "state.json"
 
@@ -28,6 +29,13 @@ def read_state(folder: Path) -> dict[str, Any]:
     if wrong:
         raise CheckpointError(f"{file} is damaged in {wrong[0]}; take the folder from a backup")
     checked: dict[str, Any] = state
+    if checked.get(TAGGED):
+        try:
+            checked["extra"] = decoded(checked["extra"])
+        except ValueError as error:
+            raise CheckpointError(
+                f"{file} is damaged in extra ({error}); take the folder from a backup"
+            ) from error
     return checked
 
 
@@ -67,6 +75,10 @@ def _are_kept(value: object) -> bool:
     )
 
 
+def _is_flag(value: object) -> bool:
+    return isinstance(value, bool)
+
+
 def _is_object(value: object) -> bool:
     return isinstance(value, dict)
 
@@ -82,7 +94,8 @@ _SOUND: Mapping[str, Callable[[object], bool]] = MappingProxyType(
         "param_groups": _are_groups,
         "optimizer_state": _are_kept,
         "extra": _is_object,
+        TAGGED: _is_flag,
     }
 )
-_NEEDED = frozenset(_SOUND) - {"states", "optimizer_state"}
+_NEEDED = frozenset(_SOUND) - {"states", "optimizer_state", TAGGED}
 """What older versions wrote, too."""

@@ -89,14 +89,13 @@ class States(NamedValues):
         packed = values.packed if values else {}
         super().__init__(model, rules, every, storages, total, packed)
         self.optimizer, self.values = rules.optimizer, values
-        self.generation = 0  # goes up when values come from elsewhere
+        self.generation = self.num_batches = 0  # the first goes up when values come from elsewhere
         entries = {
             slot.index: self.optimizer.state.get(self.tensor(slot.name), {})
             for slot in rules.slots.values()
         }
         self.counts, self.num_steps = self.rules.counts(entries)
         """Updates of each parameter so far, by name; without planned updates the optimizer has its own."""
-        self.num_batches = 0
         self.pending: frozenset[str] = frozenset()
         """Parameters whose totals hold a gradient."""
         own = {n: tensor.detach() for n, tensor in self.tensors.items() if n not in self.divided}
