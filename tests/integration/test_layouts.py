@@ -144,7 +144,7 @@ def test_images_of_one_row_or_channel(images: int, channels: int, place: str, fo
     model = Image(channels).eval()
     image = torch.randn(images, channels, 4, 5)
     if place == "weights":
-        model.to(memory_format=torch.channels_last)
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     else:
         image = torch.empty_like(image, memory_format=torch.channels_last).copy_(image)
     with gascompile.compile(model, "1MiB", machine="cpu-nvme", cache_dir=folder) as compiled:

@@ -237,6 +237,6 @@ def _line(node: fx.Node) -> str:
     return f" at {files[-1].removeprefix('File ')}" if files else ""
 
 
-def _digest(text: str | bytes) -> str:
+def _digest(text: str | memoryview) -> str:
     raw = text.encode() if isinstance(text, str) else text
     return hashlib.blake2b(raw, digest_size=16).hexdigest()
