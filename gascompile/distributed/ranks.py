@@ -43,7 +43,7 @@ _MEET = timedelta(minutes=30)
 """How long ranks wait for each other between steps, where one may load data or evaluate; torch's own default."""
 _REASON_S = 2.0
 """A rank that fails writes its reason before it leaves; one that was killed never does."""
-_WORDS, _MOST_NUMBERS = 4, 8
+_WORDS, _MOST_NUMBERS = 4, 10
 _jobs = iter(range(1 << 62))
 _LOOK_S = 5.0
 """How often a rank that waits between steps looks whether the others of its host still run."""
@@ -155,7 +155,7 @@ class Ranks:
         Args:
             what: the facts are of, for messages.
             facts: any bytes; equal on all ranks.
-            numbers: of this rank, eight at most.
+            numbers: of this rank, ten at most.
 
         Raises:
             RankError: a rank has failed.

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from gascompile.core import serial
+from gascompile.core.errors import RankMismatchError
 from gascompile.training.optimizers import rank_ops
+from gascompile.training.planning.row_draws import laws_of
 from gascompile.training.planning.step_program import StepProgram
+
+_APART = ("gascompile_updates", rank_ops.NAMESPACE)
 
 
 def sequence_of(step: StepProgram) -> list[object]:
@@ -16,7 +23,7 @@ def sequence_of(step: StepProgram) -> list[object]:
     Sizes of activations are each rank's own.
     """
     program = step.program
-    sequence: list[object] = [sorted(step.gradients)]
+    sequence: list[object] = [sorted(step.gradients), laws_of(program.graph_module.graph)]
     for node in program.op_nodes():
         if str(node.target).startswith("gascompile_updates"):
             sequence.append([str(node.target), _named(node.args[0], step)])
@@ -32,6 +39,69 @@ def sequence_of(step: StepProgram) -> list[object]:
         if node.target is torch.ops.aten.copy_.default and _named(node.args[0], step):
             sequence.append(_behind(node, step))
     return sequence
+
+
+def number_of_ops(step: StepProgram) -> int:
+    """Return what tells ops and their constants apart, which are the same on ranks whose batches are of one kind.
+
+    Exchanges and updates are left out, with what is made of them alone: ``sequence_of`` has them, and of some the
+    number is each rank's own.
+    """
+    program, ops = step.program, []
+    apart = {
+        node
+        for node in program.graph_module.graph.nodes
+        if node.op == "placeholder" and program.bindings.get(node.name, "") in step.tiles
+    }
+    for node in program.op_nodes():
+        sources = node.all_input_nodes
+        namespace = node.target.namespace if isinstance(node.target, torch._ops.OpOverload) else ""
+        if namespace in _APART or (sources and apart.issuperset(sources)):
+            apart.add(node)
+            continue
+        given = pytree.tree_leaves((node.args, node.kwargs))
+        numbers = [repr(arg) for arg in given if not isinstance(arg, fx.Node)]
+        bound = [program.bindings.get(arg.name, "") for arg in given if isinstance(arg, fx.Node)]
+        ops.append([str(node.target), numbers, bound])
+    # Where an op stands is each rank's own, too.
+    return _number(sorted(ops, key=repr))
+
+
+def number_of_kind(batch: object) -> int:
+    """Return what tells kinds of batches apart, whose programs may differ."""
+    leaves, spec = pytree.tree_flatten(batch)
+    kinds = [
+        [str(leaf.dtype), list(leaf.shape), list(leaf.stride())]
+        if isinstance(leaf, torch.Tensor)
+        else repr(leaf)
+        for leaf in leaves
+    ]
+    return _number([str(spec), kinds])
+
+
+def _number(facts: object) -> int:
+    return int(serial.digest(facts)[:15], 16)
+
+
+def require_same_ops(ops: Sequence[int], kinds: Sequence[int]) -> None:
+    """Refuse programs that differ where batches are of one kind; all ranks know of it.
+
+    Args:
+        ops: ``number_of_ops`` of each rank.
+        kinds: ``number_of_kind`` of each.
+
+    Raises:
+        RankMismatchError: names two ranks.
+    """
+    for rank, kind in enumerate(kinds):
+        first = kinds.index(kind)
+        if ops[rank] != ops[first]:
+            raise RankMismatchError(
+                f"rank {rank} and rank {first} differ in the ops of their programs or in constants of these, such as a "
+                "rate of dropout or a factor of the loss, with batches of one kind: every rank has to make the same "
+                "model and loss, and to change them at the same step",
+                rank=rank,
+            )
 
 
 def _named(argument: object, step: StepProgram) -> str:

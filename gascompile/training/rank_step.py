@@ -43,7 +43,12 @@ from gascompile.training.division import Attempt, DivisionTrial, RankDivision, d
 from gascompile.training.planning.rank_overlap import gains_beside_ops
 from gascompile.training.rank_draws import RankDraws
 from gascompile.training.rank_network import known_network
-from gascompile.training.rank_programs import sequence_of
+from gascompile.training.rank_programs import (
+    number_of_kind,
+    number_of_ops,
+    require_same_ops,
+    sequence_of,
+)
 from gascompile.training.rank_runs import RankRun, RankRuns
 from gascompile.training.rank_values import digest_of, memory_of
 from gascompile.training.settings import Settings
@@ -77,7 +82,9 @@ class RankStep:
         self.pipeline: Pipeline | None = None
         self.division: RankDivision | None = None
         """Which parameters are divided among the ranks, and why; known from the first plan on."""
-        self._marks: WeakKeyDictionary[fx.GraphModule, list[object]] = WeakKeyDictionary()
+        self._marks: WeakKeyDictionary[fx.GraphModule, tuple[list[object], int]] = (
+            WeakKeyDictionary()
+        )
         self._draws = RankDraws(ranks)
         self._runs, self._waited_s = RankRuns(), 0.0
         self.timing = TimedTogether(ranks.votes, ranks.layout, lambda: ranks.num_compared)
@@ -205,19 +212,23 @@ class RankStep:
         drawn, is_equal = self._draws.of(unit.graph_module, batch), self._policy == "equal"
         own = drawn.rows if is_equal else num_rows(batch)
         options = [tensor.tolist() for tensor in hyper]
-        marks = self._marks.get(unit.graph_module)
-        if marks is None:
-            marks = self._marks[unit.graph_module] = sequence_of(unit.program)
+        marked = self._marks.get(unit.graph_module)
+        if marked is None:
+            marked = sequence_of(unit.program), number_of_ops(unit.program)
+            self._marks[unit.graph_module] = marked
+        marks, ops = marked
         counts = [states.num_batches, states.generation, sorted(states.pending)]
         facts = [unit.trains, marks, options, sorted(states.counts.items()), counts]
         predicted = int(unit.plan.certificate.predicted_s / MICROSECOND)
-        numbers = [own, predicted, *drawn.numbers, *self._runs.numbers]
+        same = [ops, number_of_kind(batch)]
+        numbers = [own, predicted, *same, *drawn.numbers, *self._runs.numbers]
         table = self._ranks.compare(
             "what the step does, its hyperparameters, the number of updates or how often values were set",
             serial.digest(facts).encode(),
             numbers,
         )
-        rows, predictions, whats, states_of_all, *ran = zip(*table, strict=True)
+        rows, predictions, ops_of, kinds, whats, states_of_all, *ran = zip(*table, strict=True)
+        require_same_ops(ops_of, kinds)
         if min(rows) < 1:
             raise UnsupportedOpError(
                 f"rank {rows.index(min(rows))} has no rows; give each rank one at least"

@@ -35,6 +35,7 @@ from gascompile.training.pipeline.kept_plans import kept_plan
 from gascompile.training.pipeline.stage_planner import StagePlanner
 from gascompile.training.planning import rank_overlap
 from gascompile.training.planning.packed_nodes import with_packed
+from gascompile.training.planning.rank_means import require_mean
 from gascompile.training.planning.rank_overlap import overlapped, with_moves
 from gascompile.training.planning.row_draws import draw_by_rows, draws_of, with_a_row_more
 from gascompile.training.planning.step_costs import costed_workload, remember
@@ -239,9 +240,14 @@ class StepPlanner(StagePlanner):
         joint = self._captured(batch, options, storages)
         if options.layout is None or options.calls:
             return joint
+
+        def more(batch: Any) -> tuple[Any, Joint]:
+            wide = with_a_row_more(batch)
+            return wide, self._captured(wide, options, storages)
+
+        require_mean(joint, batch, more, warns=options.layout.rank == 0)
         if draws_of(joint.graph_module.graph):
-            more = self._captured(with_a_row_more(batch), options, storages)
-            draw_by_rows(joint, more, options.layout.size)
+            draw_by_rows(joint, more(batch)[1], options.layout.size)
         if self.states is None:
             self._traced_once = what, copied(joint)
         return joint

@@ -81,6 +81,12 @@ _PER_SAMPLE = frozenset(
     }
 )  # fmt: skip
 """Ops of samples in their first dimension, each by itself."""
+LOSSES = frozenset(  # have rows where they do not reduce them
+    {
+        "binary_cross_entropy", "binary_cross_entropy_with_logits", "huber_loss", "l1_loss", "mse_loss",
+        "nll_loss2d_forward", "nll_loss_forward", "smooth_l1_loss", "soft_margin_loss",
+    }
+)  # fmt: skip
 _END = (1 << 63) - 1
 """Of a slice that goes to the end."""
 _VIEWS = frozenset(
@@ -176,6 +182,8 @@ class _Rules:
         else:
             is_same = flat and FREE not in flat and self._name not in _MAY_GROW
             known = SAME if is_same and self._is_no_larger() else FREE
+        if isinstance(known, Axis) and self._name.startswith("nll"):
+            return [known, SAME]  # a weight that is 0
         return [known] * count if count else known
 
     def _is_no_larger(self) -> bool:
@@ -340,6 +348,13 @@ class _Rules:
         is_outside = axis and axis.dim < len(shape_of(self._node.args[0])) - count
         return axis if axis and is_outside else UNKNOWN
 
+    def _unreduced(self) -> State:
+        axis, is_counted = self._axis(1), self._name.startswith("nll")
+        if self._argument("reduction") or (is_counted and axis != self._axis()):
+            return UNKNOWN
+        known = axis if is_counted else self._broadcast(self._node.all_input_nodes)
+        return UNKNOWN if known is None or (is_counted and axis and axis.dim) else known
+
     def _looked_up(self) -> State:
         if self._name == "embedding":
             return (self._axis(1) or UNKNOWN) if self._axis(0) is None else UNKNOWN
@@ -380,5 +395,6 @@ _RULES: tuple[tuple[frozenset[str], Callable[[_Rules], State]], ...] = (
     (frozenset({"addmm", "baddbmm", "bmm", "mm"}), _Rules._product),
     (_PER_SAMPLE, _Rules._per_sample),
     (frozenset({"_fused_rms_norm", "native_layer_norm"}), _Rules._normalised),
+    (LOSSES, _Rules._unreduced),
     (frozenset({"embedding", "index"}), _Rules._looked_up),
 )

@@ -13,7 +13,9 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from gascompile.core.program import draws
 from gascompile.passes.parallel.rows import (
+    LOSSES,
     UNKNOWN,
     Axis,
     States,
@@ -35,22 +37,51 @@ _BY_FIRST = frozenset(
     }
 )  # fmt: skip
 """Ops that make each row of the first operand's by itself."""
+_DRAWS_LIKE = frozenset(
+    {
+        "bernoulli", "exponential", "native_dropout", "normal_functional", "rand_like", "randint_like", "randn_like",
+        "uniform",
+    }
+)  # fmt: skip
+"""Ops that draw an element for each of their first operand's."""
 _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
 """By where their matrices begin among their arguments."""
 
 
-def rows_apart(graph: fx.Graph, batch: Collection[fx.Node], rows: int) -> dict[fx.Node, States]:
+def rows_apart(
+    graph: fx.Graph, batch: Collection[fx.Node], rows: int, *, draws_by_rows: bool = False
+) -> dict[fx.Node, States]:
     """Return the axis of rows of what keeps them apart, and what is known of all else, as ``row_axes`` does.
 
     Args:
         graph: of a model over ``rows`` rows.
         batch: placeholders whose first dimension the rows are.
         rows: two at least: of one row nobody could say which dimension it is.
+        draws_by_rows: each row gets the random numbers that it would get alone.
     """
-    return row_axes(graph, batch, rows, {}, partial(_keeps_apart, rows))
+    drawn = _drawn(graph) if draws_by_rows else None
+    return row_axes(graph, batch, rows, {}, partial(_keeps_apart, rows, drawn))
 
 
-def _keeps_apart(rows: int, node: fx.Node, known: Mapping[fx.Node, States], axis: Axis) -> bool:
+def _drawn(graph: fx.Graph) -> set[fx.Node]:
+    """Return what is made of random numbers alone, element by element."""
+    drawn: set[fx.Node] = set()
+    for node in graph.nodes:
+        sources = node.all_input_nodes
+        is_of_drawn = bool(sources) and drawn.issuperset(sources) and is_pointwise(node.target)
+        is_cast = name_of(node.target) in ("_to_copy", "clone") and drawn.issuperset(sources)
+        if is_of_drawn or is_cast or (draws(node.target) and not sources):
+            drawn.add(node)
+    return drawn
+
+
+def _keeps_apart(
+    rows: int,
+    drawn: Collection[fx.Node] | None,
+    node: fx.Node,
+    known: Mapping[fx.Node, States],
+    axis: Axis,
+) -> bool:
     name, shape, operands = name_of(node.target), shape_of(node), node.all_input_nodes
     if UNKNOWN in pytree.tree_leaves([known[operand] for operand in operands]):
         return False
@@ -60,8 +91,10 @@ def _keeps_apart(rows: int, node: fx.Node, known: Mapping[fx.Node, States], axis
     if not name:
         return True  # of a tuple that keeps them apart
     of_rows = [operand for operand in operands if _has_rows(known, operand)]
-    others = [operand for operand in operands if operand not in of_rows]
-    if is_pointwise(node.target):
+    others = [o for o in operands if o not in of_rows and o not in (drawn or ())]
+    if name in LOSSES and name.startswith("nll"):
+        return of_rows == list(node.args[:2])
+    if is_pointwise(node.target) or name in LOSSES:
         return _is_even(others, axis, len(shape))
     if name in ("cat", "stack"):
         return not others
@@ -75,6 +108,8 @@ def _keeps_apart(rows: int, node: fx.Node, known: Mapping[fx.Node, States], axis
         return is_whole and axis.dim == 0 and _is_even(others, axis, len(shape))
     if name == "embedding":
         return of_rows == [node.args[1]]
+    if drawn is not None and name in _DRAWS_LIKE:
+        return of_rows == [node.args[0]]
     inner = 2 if name in ("tril", "triu") else 0
     if name == "constant_pad_nd":
         inner = len(argument_of(node, "pad")) // 2

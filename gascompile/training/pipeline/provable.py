@@ -20,21 +20,9 @@ from gascompile.distributed.rows import num_rows
 from gascompile.passes.parallel.rows import UNKNOWN, Axis, States, shape_of
 from gascompile.passes.parallel.rows_apart import rows_apart
 from gascompile.training.capture.joint import Joint
+from gascompile.training.capture.means import NLL, is_a_mean, needed, of_batch
 
 _aten = torch.ops.aten
-_MEANS = {
-    _aten.mse_loss.default: 2,
-    _aten.l1_loss.default: 2,
-    _aten.smooth_l1_loss.default: 2,
-    _aten.huber_loss.default: 2,
-    _aten.soft_margin_loss.default: 2,
-    _aten.binary_cross_entropy.default: 3,
-    _aten.binary_cross_entropy_with_logits.default: 4,
-}
-"""Losses, by where their reduction stands."""
-_NLL = (_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default)
-_MEAN = 1
-"""Torch's number of this reduction."""
 _SAME = (_aten.clone.default, _aten.alias.default, _aten.detach.default, _aten._to_copy.default, _aten.neg.default,
          _aten.view.default, _aten.reshape.default, _aten.squeeze.default)  # fmt: skip
 _INSTEAD = "train in one process, or let ranks have rows of their own (a mesh without 'pp')"
@@ -84,15 +72,6 @@ def _given(node: fx.Node, *names: str) -> Any:
     return next((given[name] for name in names if name in given), None)
 
 
-def _of_batch(joint: Joint) -> set[fx.Node]:
-    """Return what depends on the batch."""
-    dependent: set[fx.Node] = set()
-    for node in joint.graph_module.graph.nodes:
-        if node.name in joint.inputs or not dependent.isdisjoint(node.all_input_nodes):
-            dependent.add(node)
-    return dependent
-
-
 def why_whole(joint: Joint, rows: int) -> str:
     """Return why a batch cannot be several micro-batches; nothing where it can.
 
@@ -102,16 +81,16 @@ def why_whole(joint: Joint, rows: int) -> str:
         joint: over all rows of a batch.
         rows: their number.
     """
-    of_batch, left = _of_batch(joint), [joint.loss]
+    dependent, left = of_batch(joint), [joint.loss]
     places: dict[fx.Node, States] | None = None
     while left:
         node = left.pop()
-        if node not in of_batch:
+        if node not in dependent:
             continue
-        given = [a for a in node.all_input_nodes if a in of_batch]
+        given = [a for a in node.all_input_nodes if a in dependent]
         if _is_linear(node, given):
             left += given
-        elif not _is_a_mean(node):
+        elif not is_a_mean(node):
             return f"the loss is no mean over rows as far as its graph shows ('{node.name}' of {node.target})"
         else:
             if places is None:
@@ -128,7 +107,7 @@ def _first_mixing(mean: fx.Node, places: Mapping[fx.Node, States]) -> fx.Node | 
     if mean.target is operator.getitem:
         (mean,) = mean.all_input_nodes
     sources = mean.all_input_nodes
-    behind = [n for n in _needed(sources) if UNKNOWN in pytree.tree_leaves(places.get(n))]
+    behind = [n for n in needed(sources) if UNKNOWN in pytree.tree_leaves(places.get(n))]
     # What is compared has its rows in the same places.
     is_mixed = len({axis for axis in map(places.get, sources) if isinstance(axis, Axis)}) > 1
     return min(behind, default=mean if is_mixed else None)
@@ -143,20 +122,6 @@ def _is_linear(node: fx.Node, given: list[fx.Node]) -> bool:
     if node.target is _aten.div.Tensor:
         return given == [node.args[0]]
     return node.target is _aten.mul.Tensor and len(given) == 1
-
-
-def _is_a_mean(node: fx.Node) -> bool:
-    target: Any = node.target
-    place = _MEANS.get(target)
-    if place is not None:
-        given = node.args[place] if len(node.args) > place else node.kwargs.get("reduction", _MEAN)
-        return bool(given == _MEAN)
-    if node.target is _aten.mean.default:
-        return True
-    if node.target is not operator.getitem or node.args[1] != 0:
-        return False
-    (loss,) = node.all_input_nodes
-    return bool(loss.target in _NLL and loss.args[2] is None and loss.args[3] == _MEAN)
 
 
 Counter = Callable[[Sequence[Any]], list[list[int]]]
@@ -174,19 +139,19 @@ def ignored_counter(joint: Joint, rows: int) -> Counter | None:
         UnsupportedOpError: targets are computed by the model.
     """
     nodes = joint.graph_module.graph.nodes
-    losses = [node for node in nodes if node.target in _NLL]
+    losses = [node for node in nodes if node.target in NLL]
     if not losses:
         return None
     graph = fx.Graph()
     made = {n: graph.placeholder(n.name) for n in nodes if n.op == "placeholder"}
-    needed = _needed([loss.args[1] for loss in losses])
-    if bound := sorted({n.name for n in needed} & joint.bound.keys()):
+    made_of = needed([loss.args[1] for loss in losses])
+    if bound := sorted({n.name for n in made_of} & joint.bound.keys()):
         raise UnsupportedOpError(
             f"the targets of {losses[0].target} depend on the model ('{joint.bound[bound[0]]}'), so that nobody can "
             f"say beforehand how many of them a micro-batch ignores; {_INSTEAD}"
         )
     for node in nodes:
-        if node in needed and node.op == "call_function":
+        if node in made_of and node.op == "call_function":
             made[node] = graph.node_copy(node, made.__getitem__)
     graph.output([made[loss.args[1]] for loss in losses])
     run = fx.GraphModule(nn.Module(), graph)
@@ -209,16 +174,6 @@ def ignored_counter(joint: Joint, rows: int) -> Counter | None:
 
 def _has_rows(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
-
-
-def _needed(nodes: Sequence[Any]) -> set[fx.Node]:
-    needed, left = set[fx.Node](), list(nodes)
-    while left:
-        node = left.pop()
-        if node not in needed:
-            needed.add(node)
-            left += node.all_input_nodes
-    return needed
 
 
 def split_rows(batch: Any, count: int) -> tuple[Any, int]:

@@ -136,6 +136,18 @@ def described(graph: fx.Graph) -> list[object]:
     return described_draws
 
 
+def laws_of(graph: fx.Graph) -> list[list[object]]:
+    """Return by which laws ops draw, such as dropout by its rate, whatever the rows and their sizes are."""
+    laws: set[tuple[str, tuple[float, ...]]] = set()
+    for node in draws_of(graph):
+        if node.target is dropout:
+            laws.add(("dropout", (float(node.args[1]),)))  # type: ignore[arg-type]
+        elif node.target is drawn:
+            law: Any = node.args[2:4]
+            laws.add((law[0], tuple(law[1])))
+    return [[name, list(numbers)] for name, numbers in sorted(laws)]
+
+
 def with_a_row_more(batch: Any) -> Any:
     """Return a batch with its last row once more."""
     return pytree.tree_map_only(

@@ -1,0 +1,72 @@
+"""Means: numbers of a graph that are means over the rows of a batch, or over its targets."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+if TYPE_CHECKING:
+    from gascompile.training.capture.joint import Joint
+
+_aten = torch.ops.aten
+MEANS = {
+    _aten.mse_loss.default: 2,
+    _aten.l1_loss.default: 2,
+    _aten.smooth_l1_loss.default: 2,
+    _aten.huber_loss.default: 2,
+    _aten.soft_margin_loss.default: 2,
+    _aten.binary_cross_entropy.default: 3,
+    _aten.binary_cross_entropy_with_logits.default: 4,
+}
+"""Losses, by where their reduction stands."""
+NLL = (_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default)
+"""Losses of which targets may be ignored."""
+MEAN, SUM = 1, 2
+"""Torch's numbers of these reductions."""
+
+
+def of_batch(joint: Joint) -> set[fx.Node]:
+    """Return what depends on the batch."""
+    dependent: set[fx.Node] = set()
+    for node in joint.graph_module.graph.nodes:
+        if node.name in joint.inputs or not dependent.isdisjoint(node.all_input_nodes):
+            dependent.add(node)
+    return dependent
+
+
+def reduction_of(node: fx.Node) -> int | None:
+    """Return how a loss of torch's reduces; ``None`` where it is none of those."""
+    target: Any = node.target
+    place = MEANS.get(target)
+    if place is not None:
+        return node.args[place] if len(node.args) > place else node.kwargs.get("reduction", MEAN)  # type: ignore[return-value]
+    if node.target is not operator.getitem or node.args[1] != 0:
+        return None
+    (loss,) = node.all_input_nodes
+    return loss.args[3] if loss.target in NLL else None  # type: ignore[return-value]
+
+
+def is_a_mean(node: fx.Node) -> bool:
+    """Return whether a number is a mean over all elements of something, each as much as the others."""
+    if node.target is _aten.mean.default:
+        return True
+    if reduction_of(node) != MEAN:
+        return False
+    return node.target in MEANS or node.all_input_nodes[0].args[2] is None
+
+
+def needed(
+    nodes: Sequence[Any], is_end: Callable[[fx.Node], bool] = lambda _: False
+) -> set[fx.Node]:
+    """Return nodes and what they are made of, up to those that are an end."""
+    found, left = set[fx.Node](), list(nodes)
+    while left:
+        node = left.pop()
+        if node not in found and not is_end(node):
+            found.add(node)
+            left += node.all_input_nodes
+    return found

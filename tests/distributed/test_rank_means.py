@@ -1,0 +1,142 @@
+"""Losses of ranks that are means over rows or over targets, against eager on all rows; and those that are none."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from gascompile.core.errors import UnsupportedOpError
+from gascompile.training.capture.joint import Joint, capture_joint
+from gascompile.training.capture.rank_loss import RankLoss
+from gascompile.training.planning.rank_means import require_mean
+from gascompile.training.planning.row_draws import with_a_row_more
+from tests.distributed import means_worker
+from tests.distributed.jobs import FilledOnce
+from tests.distributed.means_worker import CHANGED, COUNTED
+from tests.distributed.test_ranks import close, left_by, run_forked_job
+
+
+@pytest.fixture(scope="module")
+def left(filled_once: FilledOnce) -> list[dict[str, Any]]:
+    def fill(folder: Path) -> None:
+        codes = run_forked_job(folder, 2, worker="tests.distributed.means_worker")
+        assert codes == [0, 0], [(folder / f"log-{r}").read_text()[-3000:] for r in range(2)]
+
+    return left_by(filled_once("rank means", fill), 2, "means")
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_targets_are_counted_over_all_ranks(left: list[dict[str, Any]], name: str) -> None:
+    counted = COUNTED[name]
+    model, optimizer = means_worker.made()
+    losses = []
+    for batch in counted.batches():
+        loss = counted.loss(model, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    with torch.no_grad():
+        losses.append(counted.loss(model, counted.batches()[0]))
+    for rank in left:
+        close(rank[name]["losses"], losses)
+        close(rank[name]["model"], model.state_dict())
+
+
+@pytest.mark.parametrize("name", [*CHANGED, "rate, other rows"])
+def test_other_constants_of_one_rank_are_refused_on_all(
+    left: list[dict[str, Any]], name: str
+) -> None:
+    for rank in left:
+        assert "rank 1 and rank 0 differ" in rank[name]
+
+
+Made = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+NORMED = nn.BatchNorm1d(6)
+MEANS: dict[str, Made] = {
+    "a loss": functional.mse_loss,
+    "two": lambda x, y: functional.mse_loss(x, y) + 0.1 * x.abs().mean() / 3,
+    "by hand": lambda x, y: ((x - y) ** 2).sum() / len(x),
+    "by its elements": lambda x, _: x.square().sum() * (1 / x.numel()),
+    "of a divergence": lambda x, y: functional.kl_div(x, y.softmax(1), reduction="batchmean"),
+    "weighed": lambda x, y: (functional.mse_loss(x, y, reduction="none") * (y > 0)).mean(),
+    "a list": lambda x, y: torch.stack([x.mean(), functional.l1_loss(x, y)]).sum(),
+    "feature by feature": lambda x, _: x.square().mean(0).sum(),
+    "soft targets": lambda x, y: functional.cross_entropy(x, y.softmax(1)),
+    "classes": lambda x, y: functional.cross_entropy(x, y.argmax(1)),
+    "masked targets": lambda x, y: (
+        functional.cross_entropy(x, y.argmax(1), reduction="none") * (y[:, 0] > 0)
+    ).mean(),
+    "dropout": lambda x, y: functional.mse_loss(functional.dropout(x, 0.3), y),
+    "depth": lambda x, y: functional.mse_loss(x * (torch.rand(len(x), 1) < 0.7), y),
+    "batch norm": lambda x, y: functional.mse_loss(
+        functional.batch_norm(x, None, None, training=True), y
+    ),
+}
+NONE: dict[str, Made] = {
+    "a sum": lambda x, y: functional.mse_loss(x, y, reduction="sum"),
+    "a sum of classes": lambda x, y: functional.cross_entropy(x, y.argmax(1), reduction="sum"),
+    "a sum by a fixed number": lambda x, _: x.square().sum() / 8,
+    "beside a mean": lambda x, y: functional.mse_loss(x, y) + 0.1 * x.square().sum(),
+    "the largest": lambda x, _: x.square().max(),
+    "a deviation": lambda x, _: x.std(),
+    "a root": lambda x, y: functional.mse_loss(x, y).sqrt(),
+}
+UNKNOWN: dict[str, Made] = {
+    "by a mask": lambda x, y: (x * (y > 0)).sum() / (y > 0).sum(),
+    "contrasts": lambda x, _: functional.cross_entropy(x @ x.t(), torch.arange(len(x))),
+    "centred": lambda x, y: functional.mse_loss(x - x.mean(0), y),
+    "of places": lambda x, _: functional.mse_loss(x, torch.arange(6.0).expand(len(x), 6).cumsum(0)),
+    "the first": lambda x, _: x[0].mean(),
+    "squares of loads": lambda x, _: (x.softmax(1).mean(0) ** 2).sum(),
+    "unseen targets": lambda x, y: torch.ops.aten.nll_loss_nd(x, y.argmax(1), None, 1),
+}
+
+
+def looked_at(made: Made, rows: int = 4) -> None:
+    """Prove a loss of a layer's result and of the batch, as planning does."""
+    model, batch = nn.Linear(6, 6), (torch.randn(rows, 6), torch.randn(rows, 6))
+    loss = RankLoss(lambda model, batch: made(model(batch[0]), batch[1]), 2)
+
+    def more(batch: Any) -> tuple[Any, Joint]:
+        wide = with_a_row_more(batch)
+        return wide, capture_joint(model, loss, wide)
+
+    require_mean(capture_joint(model, loss, batch), batch, more, warns=True)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("name", MEANS)
+def test_means_are_proven(name: str, rows: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        looked_at(MEANS[name], rows)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("name", NONE)
+def test_what_is_no_mean_is_refused(name: str, rows: int) -> None:
+    with pytest.raises(
+        UnsupportedOpError, match=r"is no mean over rows.*let loss_fn return a mean"
+    ):
+        looked_at(NONE[name], rows)
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_is_not_known_is_said(name: str) -> None:
+    with pytest.warns(UserWarning, match=r"that is not known.*let loss_fn return a mean"):
+        looked_at(UNKNOWN[name])
+
+
+def test_counts_are_summed_as_they_are() -> None:
+    model, batch = nn.Linear(6, 6), (torch.randn(4, 6), torch.randn(4, 6))
+    loss = RankLoss(lambda model, batch: (model(batch[0]).argmax(1) == 0).sum(), 2)
+    joint = capture_joint(model, loss, batch, trains=False)
+    require_mean(joint, batch, lambda _: pytest.fail("nothing is to be proven"), warns=True)
