@@ -49,6 +49,17 @@ def test_what_is_written_replaces_no_file_of_a_model(plan_file: Path, tmp_path: 
     assert kept.read_bytes() == b"weights"
 
 
+def test_what_is_written_goes_through_links(plan_file: Path, toy: str, tmp_path: Path) -> None:
+    for verb, *args in (
+        ("plan", toy, "--budget", _BUDGET, "-m", "cpu-nvme", "-o"), ("simulate", str(plan_file), "--trace"),
+        ("simulate", str(plan_file), "-o"), ("annotate", str(plan_file), "-o"), ("report", str(plan_file), "-o"),
+    ):  # fmt: skip
+        link = tmp_path / f"{verb}{args[-1]}.html"
+        link.symlink_to(f"{link.name}.written")
+        ok(verb, *args, str(link))
+        assert link.is_symlink() and link.stat().st_size > 100
+
+
 def test_report(plan_file: Path, tmp_path: Path) -> None:
     out, run = tmp_path / "plan.html", tmp_path / "run.json"
     data = json_of("report", str(plan_file), "-o", str(out), "--why", "1")
