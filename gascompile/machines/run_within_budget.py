@@ -69,7 +69,7 @@ def run_within_budget(
     def learn(error: BudgetExceededError) -> bool:
         nonlocal now
         bundle = now.bundle
-        if not remember(bundle.program, bundle.plan.machine, error, cache_dir) or replan is None:
+        if not remember(bundle.program, bundle.plan, error, cache_dir) or replan is None:
             return False
         log_replan(error)
         now = replan(now)
