@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from gascompile.capture.torch_settings import cast_suffix, has_autocast
 from gascompile.codegen.fuse import has_other_products
 from gascompile.core import serial
 from gascompile.core.config import CompileConfig
-from gascompile.core.errors import BudgetExceededError, StorageError
+from gascompile.core.errors import BudgetExceededError, FormatError, StorageError
 from gascompile.core.machine import Machine
 from gascompile.core.plan import Plan
 from gascompile.core.program import Program, op_name
@@ -298,13 +299,13 @@ def _made_for() -> dict[str, str]:
 def _read(cache_dir: Path) -> _Known:
     path = cache_dir / _FILE
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        if not os.path.exists(path):
+            return _Known()
+        data = serial.read_json(path)
         if data["format"] != _FORMAT or data["made_for"] != _made_for():
             return _Known()
         return _Known(measured=dict(_sizes(data["measured"])), learnt=dict(_sizes(data["learnt"])))
-    except FileNotFoundError:
-        return _Known()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (FormatError, StorageError, ValueError, KeyError, TypeError, AttributeError) as error:
         _log.warning("the remembered memory of ops %s is damaged and made again: %s", path, error)
         return _Known()
 

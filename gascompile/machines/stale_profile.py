@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gascompile.core import serial
-from gascompile.core.errors import StorageError
+from gascompile.core.errors import FormatError, StorageError
+from gascompile.core.files import read_regular
 from gascompile.core.plan import Plan
 from gascompile.core.reports import UNLIKELY, RunReport
 from gascompile.cost_models.measure.host import OtherWork
@@ -32,6 +33,8 @@ _WORTH_S = 0.002
 """Of a run: below, what is measured is mostly the call itself."""
 _WATCH_S = 0.25
 """For which others are watched: 25 ticks of the clock that the kernel counts their work by."""
+_REASON_BYTES = 10_000
+"""At most, of the line in a mark."""
 _IDLE_PROCESSORS = 0.3
 """That others may keep busy: a desktop at rest keeps fewer. Chosen, not measured."""
 
@@ -130,6 +133,6 @@ def is_stale(profile: Path) -> bool:
 
 def _reason(stale: Path) -> str:
     try:
-        return stale.read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
+        return read_regular(stale, max_bytes=_REASON_BYTES).decode().strip()
+    except (StorageError, FormatError, ValueError):
         return "far from its prediction"
