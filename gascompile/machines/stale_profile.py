@@ -66,11 +66,11 @@ class Grader:
         # Below that, what is measured is mostly the call itself.
         self._done = certificate.predicted_s < _WORTH_S or waits
 
-    def grade(self, report: RunReport) -> None:
-        """Look at one run; two comparisons where nothing is wrong."""
+    def grade(self, report: RunReport) -> bool:
+        """Look at one run; two comparisons where nothing is wrong. Return whether it was said that something is."""
         if self._done or self._fast_s <= report.seconds <= self._predicted_s * FAR:
             self._num_slow = 0
-            return
+            return False
         if report.seconds < self._limit_s / UNLIKELY:
             what = f"faster than its physical limit of {self._limit_s:.3g} s"
         elif report.seconds < self._fast_s:
@@ -78,7 +78,7 @@ class Grader:
         else:
             self._num_slow += 1
             if self._num_slow < _SLOW_RUNS:
-                return
+                return False
             what = f"much slower than the {self._predicted_s:.3g} s predicted, {_SLOW_RUNS} times in a row"
         self._done = True
         profile = self._profile()
@@ -92,6 +92,7 @@ class Grader:
             what,
             follows,
         )
+        return True
 
 
 def mark(profile: Path, reason: str) -> bool:

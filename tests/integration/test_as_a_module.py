@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import nn
 from transformers import BatchEncoding, BertConfig, BertForSequenceClassification
 
 import gascompile
-from gascompile.core.errors import CompiledModelError
+from gascompile.core.errors import CompiledModelError, GASCompileError
 
 
 class Small(nn.Module):
@@ -288,3 +289,15 @@ def test_what_tokenizers_return_is_a_dict(cache: Path) -> None:
     assert torch.equal(compiled(BatchEncoding(batch)), X + X)
     assert torch.equal(compiled(batch=BatchEncoding(batch)), X + X)
     assert len(compiled._gascompile.units) == 1
+
+
+def test_a_factory_that_no_plan_can_name_is_named(cache: Path) -> None:
+    class OfDict(nn.Module):
+        def forward(self, given: dict[str, torch.Tensor]) -> torch.Tensor:
+            return given["a"] + 1
+
+    compiled = gascompile.compile(OfDict(), "1MiB", machine="cpu-nvme", cache_dir=cache)
+    values = {"a": torch.ones(3)}
+    assert torch.equal(compiled(defaultdict(list, values)), torch.full((3,), 2.0))
+    with pytest.raises(GASCompileError, match=r"lambda.*pass a dict"):
+        compiled(defaultdict(lambda: 0, values))
