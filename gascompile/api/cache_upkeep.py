@@ -16,8 +16,8 @@ from pathlib import Path
 
 from gascompile.bundles import plan_cache
 from gascompile.bundles.kept_captures import captures_dir
-from gascompile.core.errors import StorageError
-from gascompile.core.files import exclusive
+from gascompile.core.errors import FormatError, StorageError
+from gascompile.core.files import exclusive, read_regular
 from gascompile.weights import tied
 from gascompile.weights.store_check import NOTES
 
@@ -31,6 +31,10 @@ _OF_RANKS = {
     "stage": "plan of a stage",
 }
 """What files of ranks are of, by how their names begin."""
+
+
+_KEY_BYTES = 1000
+"""At most, of the name that a key of compiled code leads to."""
 
 
 class ItemKind(StrEnum):
@@ -150,8 +154,8 @@ def remove(cache_dir: Path, chosen: Iterable[CacheItem]) -> None:
 
 def _remove_code(path: Path) -> None:
     for key in (path.parent / "keys").glob("*"):
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            if key.read_text("ascii") == path.stem:
+        with contextlib.suppress(OSError, StorageError, FormatError):
+            if read_regular(key, max_bytes=_KEY_BYTES) == path.stem.encode():
                 _delete(key)
     _delete(path)
     _delete(path.with_suffix(".json"))

@@ -226,15 +226,28 @@ class CompiledModel(nn.Module):
         """
         return nn.Module.to(self, *args, **kwargs)
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], _recurse: bool = True) -> Self:
+    def _apply(
+        self,
+        fn: Callable[[torch.Tensor], torch.Tensor],
+        recurse: bool = True,  # noqa: ARG002 - of the method that this is in the place of
+    ) -> Self:
         """What moves and converts modules changes nothing here, or is refused."""
         for dtype in _float_dtypes(self) or (torch.get_default_dtype(),):
-            applied = fn(torch.empty(0, dtype=dtype, device=self.device))
+            probe = torch.zeros(2, 2, 2, 2, dtype=dtype, device=self.device)
+            applied = fn(probe)
             if applied.dtype != dtype or applied.device.type != self.device.type:
                 refuse(
                     f"it computes with {dtype} on '{self.device}', and its plan has no other: {applied.dtype} on "
                     f"'{applied.device}' is asked for",
                     "Convert the model before gascompile.compile, or choose machine= for another device",
+                )
+            # What to_empty, share_memory and a memory_format do to a value.
+            moved = applied.device.type == "cpu" and applied.is_shared()
+            if moved or (applied is not probe and applied.device == probe.device):
+                refuse(
+                    "it reads weights where and as they were at compile: it would not see them emptied, shared or in "
+                    "another order",
+                    "Do that to the model before gascompile.compile",
                 )
         return self
 

@@ -23,7 +23,7 @@ from gascompile.core.model_libraries import model_libraries
 from gascompile.core.sizes import parse_size
 from gascompile.formats.dtypes import FLOATING, is_lossless
 from gascompile.formats.layout import is_read_packed
-from gascompile.weights.checkpoint import holds_pickled, is_gguf, open_checkpoint
+from gascompile.weights.checkpoint import is_gguf, kind_of_weights, open_checkpoint
 from gascompile.weights.onnx_file import is_onnx
 
 
@@ -119,9 +119,9 @@ def _skeleton(path: Path) -> tuple[nn.Module, bool]:
         raise CheckpointError(
             f"{str(path)[:1000]!r} holds no config.json, so it is no Hugging Face model directory"
         )
-    is_safe = any(path.glob("*.safetensors"))
-    has_blocks = not is_safe and (is_gguf(path) or any(path.glob("*.gguf")))
-    is_plain = is_safe or (not has_blocks and holds_pickled(path))
+    kind = kind_of_weights(path)
+    has_blocks = kind == "gguf" or is_gguf(path)
+    is_plain = kind in ("safetensors", "bin")
     has_weights = is_plain or has_blocks or is_onnx(path)
     # Values of blocks are computed in float32.
     dtype = "float32" if has_blocks else None

@@ -48,7 +48,7 @@ def annotate(
             config = CompileConfig(cache_dir=folder, sites=sites)
         annotated = _annotated(source, target, (batch, tokens), config)
         if output is not None:
-            serial.write_atomic(output, serial.dumps(annotated.workload))
+            serial.write_output(output, serial.dumps(annotated.workload))
     totals = totals_by_kind(annotated.workload.ops, annotated.kinds, target.compute_tier)
     data = workload_summary(annotated.workload, totals, annotated.unknown_ops, target.name)
     data["workload_file"] = str(output) if output is not None else None

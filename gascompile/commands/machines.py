@@ -41,7 +41,7 @@ def calibrate(
         with reserved_stdout(json), stages("Measuring this machine", num_stages()) as stage:
             machine = calibrate_machine(cache_dir=folder, read=read_blocks, stage=stage)
     if output is not None:
-        serial.write_atomic(output, serial.dumps(machine))
+        serial.write_output(output, serial.dumps(machine))
     written = [note(f"The machine is in {output}.")] if output is not None else []
     emit(json, serial.to_json(machine), *machine_parts(machine), *written)
 

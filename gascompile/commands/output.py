@@ -50,7 +50,9 @@ def reserved_stdout(as_json: bool) -> Iterator[None]:
 
 def fields(title: str, rows: Iterable[tuple[str, str]]) -> Table:
     """Return a two-column table of names and values."""
-    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
+    table = Table(
+        title=_title(title), title_justify="left", show_header=False, box=None, pad_edge=False
+    )
     table.add_column(no_wrap=True, style="cyan")
     table.add_column(overflow="fold")
     for name, value in rows:
@@ -62,14 +64,21 @@ def grid(
     title: str, columns: Sequence[tuple[str, bool]], rows: Iterable[Sequence[str | Text]]
 ) -> Table:
     """Return a table with a header; ``columns`` are names and whether they hold numbers."""
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    table = Table(
+        title=_title(title), title_justify="left", box=None, pad_edge=False, header_style="bold"
+    )
     for name, numeric in columns:
         table.add_column(
-            name, justify="right" if numeric else "left", overflow="fold", no_wrap=numeric
+            Text(name), justify="right" if numeric else "left", overflow="fold", no_wrap=numeric
         )
     for row in rows:
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table
+
+
+def _title(text: str) -> Text:
+    """Return a title, which may be a name that somebody else gave: brackets in it are text, not markup."""
+    return Text(text, style="table.title")
 
 
 def note(text: str, *, style: str = "") -> Text:

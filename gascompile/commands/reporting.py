@@ -86,7 +86,7 @@ def report(
                 num_explained=why,
                 made_by=f"GASCompile {__version__}",
             )
-        serial.write_atomic(output, text)
+        serial.write_output(output, text)
     data = {
         "model": made.workload.name,
         "report": str(output),

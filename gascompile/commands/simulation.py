@@ -103,10 +103,10 @@ def _write(
     if trace_file is not None:
         from gascompile.report.perfetto import perfetto
 
-        serial.write_atomic(trace_file, serial.dumps(perfetto(made, timeline)))
+        serial.write_output(trace_file, serial.dumps(perfetto(made, timeline)))
         lines.append(f"The trace is in {trace_file}; open it at https://ui.perfetto.dev.")
     if output is not None:
-        serial.write_atomic(output, serial.dumps(timeline))
+        serial.write_output(output, serial.dumps(timeline))
         lines.append(f"The timeline is in {output}.")
     return lines
 

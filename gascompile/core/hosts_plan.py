@@ -120,7 +120,7 @@ class HostsPlan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; raises ``StorageError``."""
-        serial.write_atomic(path, serial.dumps(self))
+        serial.write_output(path, serial.dumps(self))
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> HostsPlan:

@@ -215,7 +215,7 @@ class Plan:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the plan as JSON, whole or not at all; raises ``StorageError``."""
-        serial.write_atomic(path, serial.dumps(self))
+        serial.write_output(path, serial.dumps(self))
 
     @staticmethod
     def load(path: str | PathLike[str]) -> Plan:

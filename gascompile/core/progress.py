@@ -36,7 +36,7 @@ def task(description: str, total_bytes: int | None = None) -> Iterator[Callable[
         TransferSpeedColumn,
     )
 
-    columns = [SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()]
+    columns = [SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()]
     if total_bytes is not None:
         columns += [BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn()]
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
@@ -56,7 +56,12 @@ def stages(description: str, num_stages: int) -> Iterator[Callable[[str], None]]
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TimeElapsedColumn(),
+    )
     token = _SILENT.set(True)
     try:
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:

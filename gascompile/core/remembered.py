@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
+
+from gascompile.core.errors import FormatError, StorageError
+from gascompile.core.serial import read_json
 
 _log = logging.getLogger("gascompile")
 Read = TypeVar("Read")
@@ -21,11 +24,11 @@ def remembered(path: Path, form: str, what: str, take: Callable[[Any], Read]) ->
         what: said in a warning where it is damaged, and will be measured again.
         take: raises what a lookup or a conversion raises for what it cannot take.
     """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        return take(data) if data["format"] == form else None
-    except FileNotFoundError:
+    if not os.path.exists(path):
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    try:
+        data = read_json(path)
+        return take(data) if data["format"] == form else None
+    except (StorageError, FormatError, ValueError, KeyError, TypeError, AttributeError) as error:
         _log.warning("%s %s are damaged and measured again: %s", what, path, error)
         return None

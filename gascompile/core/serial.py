@@ -7,20 +7,22 @@ Members of a union of dataclasses carry their ``TAG`` as ``"step"``.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
 import os
+import stat
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
 
 from gascompile.core.errors import FormatError, StorageError
-from gascompile.core.files import MAX_JSON_BYTES, read_regular
+from gascompile.core.files import MAX_JSON_BYTES, read_regular, umask
 from gascompile.core.json_readers import SCALARS, json_fields, older_format, reader_of, shown
 
 T = TypeVar("T")
@@ -209,25 +211,64 @@ def load(cls: type[T], path: str | os.PathLike[str]) -> T:
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
-    """Write a file so that a kill at any moment leaves the old content or the new one.
+    """Write a file of our own, for this user alone, so that a kill at any moment leaves the old content or the new one.
 
     Raises:
         StorageError: the directory is not writable or the disk is full; no partial file stays behind.
     """
-    target = Path(path)
-    raw = data.encode() if isinstance(data, str) else data
+    with _told(path):
+        _replace(Path(path), data, mode=None)
+
+
+def write_output(path: str | os.PathLike[str], data: bytes | str) -> None:
+    """Write what a user asked for at the path that was given, as ``write_atomic`` where that is a file or none yet.
+
+    A link stays one and what it leads to is written, an older file's permissions stay, and what is no regular file,
+    such as a pipe or a device, is written to.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    with _told(path):
+        try:
+            mode = os.stat(path).st_mode
+        except FileNotFoundError:
+            mode = stat.S_IFREG | (0o666 & ~umask())
+        if stat.S_ISREG(mode):
+            _replace(Path(os.path.realpath(path)), data, mode=mode & 0o777)
+            return
+        with open(os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOCTTY), "wb") as stream:
+            stream.write(_raw(data))
+
+
+def _replace(target: Path, data: bytes | str, *, mode: int | None) -> None:
     temporary = ""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         with os.fdopen(descriptor, "wb") as stream:
-            stream.write(raw)
+            stream.write(_raw(data))
             stream.flush()
+            if mode is not None:
+                os.fchmod(stream.fileno(), mode)
             os.fsync(stream.fileno())
         os.replace(temporary, target)
-    except OSError as error:
+    except OSError:
         if temporary:
             Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _raw(data: bytes | str) -> bytes:
+    return data.encode() if isinstance(data, str) else data
+
+
+@contextlib.contextmanager
+def _told(path: str | os.PathLike[str]) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:  # a path with a NUL character is a ValueError
+        reason = getattr(error, "strerror", None) or error
         raise StorageError(
-            f"cannot write {target}: {error.strerror or error}; free space or choose another folder"
+            f"cannot write {Path(path)}: {reason}; free space or choose another folder"
         ) from error

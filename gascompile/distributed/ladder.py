@@ -156,8 +156,8 @@ class Ladder:
     @staticmethod
     def kept(path: Path) -> Ladder | None:
         """Return what is kept in a file; nothing where that cannot be used."""
-        with contextlib.suppress(OSError, FormatError):
-            kept = serial.from_json(Ladder, serial.parse_json(path.read_bytes(), where=str(path)))
+        with contextlib.suppress(StorageError, FormatError):
+            kept = serial.from_json(Ladder, serial.read_json(path))
             kinds = (kept.whole, kept.part, kept.gathers, kept.flows, kept.begins)
             sizes = [tuple(rung.size_bytes for rung in rungs) for rungs in kinds]
             is_whole = sizes == [_SIZES_BYTES] * len(kinds)

@@ -88,7 +88,10 @@ class _Call:
                 "under torch.no_grad() or torch.inference_mode(), or train with gascompile.compile_step"
             )
         self._module.bind(args)
-        return self._compiled(*(args[i] for i in self._module.given))
+        given = (
+            args[i].item() if i in self._module.floats else args[i] for i in self._module.given
+        )
+        return self._compiled(*given)
 
 
 class _Graph(nn.Module):
@@ -96,6 +99,8 @@ class _Graph(nn.Module):
 
     def __init__(self, graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> None:
         super().__init__()
+        self.floats = _as_floats(graph_module)
+        """Arguments that are Python numbers, each value of which gets a plan of its own."""
         # Not a lazy one, whose code is written when it is called first: in the middle of a capture.
         self.graph = torch.fx.GraphModule(graph_module, graph_module.graph)
         self.given: list[int] = []
@@ -137,6 +142,26 @@ class _Graph(nn.Module):
         values |= {i: getattr(self, name) for i, name in self.own.items()}
         values |= {i: values[of].shape[d] for i, (of, d) in self.sizes.items()}
         return self.graph(*(values[i] for i in sorted(values)))
+
+
+def _as_floats(graph_module: torch.fx.GraphModule) -> set[int]:
+    """Have a graph take as Python numbers what Dynamo gives it as tensors in their place; return which arguments.
+
+    A Python float that has changed between two calls comes as a tensor of one value, of which the graph asks the item.
+    """
+    found = set()
+    for i, node in enumerate(graph_module.graph.find_nodes(op="placeholder")):
+        if not getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False):
+            continue
+        users = list(node.users)
+        if all(user.op == "call_method" and user.target == "item" for user in users):
+            found.add(i)
+            for user in users:
+                user.replace_all_uses_with(node)
+                graph_module.graph.erase_node(user)
+    if found:
+        graph_module.recompile()
+    return found
 
 
 def _traced_sizes(node: torch.fx.Node, value: torch.Tensor) -> list[str]:

@@ -262,7 +262,7 @@ class Generator:
     def _plan_again(self, part: list[int], error: BudgetExceededError, *, is_last: bool) -> None:
         """Plan with what an op was found to take. What the stopped run has written is written again."""
         bundle = _named(self._units)["decode" if len(part) == 1 else "prefill"].bundle
-        remember(bundle.program, bundle.plan.machine, error, self._cache_dir)
+        remember(bundle.program, bundle.plan, error, self._cache_dir)
         if is_last:
             raise error
         _log.warning(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from gascompile.core.errors import CheckpointError, first_line_of
+from gascompile.weights.checkpoint import has_named_safetensors
 
 _FILES = ["*.json", "*.txt", "*.model", "*.jinja", "model*.safetensors"]
 """Of a model and its tokenizer; formats that are not read in place are left where they are."""
@@ -30,7 +31,7 @@ def fetch(name: str, revision: str | None = None) -> Path:
         ) from error
     try:
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=_FILES))
-        if not any(folder.glob("*.safetensors")):
+        if not has_named_safetensors(folder):
             files = [*_FILES, *_PICKLED]
             folder = Path(snapshot_download(name, revision=revision, allow_patterns=files))
         return folder

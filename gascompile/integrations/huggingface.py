@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from gascompile.core.errors import CheckpointError, FormatError
 from gascompile.core.files import is_file
 from gascompile.core.serial import read_json
-from gascompile.weights.checkpoint import is_gguf, open_checkpoint
+from gascompile.weights.checkpoint import is_gguf, kind_of_weights, open_checkpoint
 from gascompile.weights.quantisation import quantisation_of, scheme_of
 
 
@@ -266,7 +266,7 @@ def _without_quantisation(config: Any, path: Path) -> Any:
     quantisation = quantisation_of(path)
     if quantisation:
         scheme_of(quantisation, str(path))
-        if not any(path.glob("*.safetensors")):
+        if kind_of_weights(path) != "safetensors":
             raise CheckpointError(
                 f"{path} says that its weights are quantised and holds no .safetensors file, so that it is not known "
                 "what they take; put the files there, or plan the model's folder from before it was quantised"

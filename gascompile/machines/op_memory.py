@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,8 +23,9 @@ from gascompile.capture.torch_settings import cast_suffix, has_autocast
 from gascompile.codegen.fuse import has_other_products
 from gascompile.core import serial
 from gascompile.core.config import CompileConfig
-from gascompile.core.errors import BudgetExceededError, StorageError
+from gascompile.core.errors import BudgetExceededError, FormatError, StorageError
 from gascompile.core.machine import Machine
+from gascompile.core.plan import Plan
 from gascompile.core.program import Program, op_name
 from gascompile.core.tiles import base_name
 from gascompile.core.workload import Workload
@@ -185,25 +187,26 @@ def unknown_ops(annotation: Annotation, machine: Machine, cache_dir: Path) -> tu
     return warnings
 
 
-def remember(
-    program: Program, machine: Machine, error: BudgetExceededError, cache_dir: Path
-) -> bool:
-    """Keep what a stopped run has taught about its op for the next plan; False where it taught nothing."""
+def remember(program: Program, plan: Plan, error: BudgetExceededError, cache_dir: Path) -> bool:
+    """Keep what a stopped run of ``plan`` taught about its op for the next one; False where it taught nothing."""
     from gascompile.passes.graph.annotate import annotate
 
-    kind = _kind(annotate(program, machine).kinds, error.op, machine)
+    kind = _kind(annotate(program, plan.machine).kinds, error.op, plan.machine)
     if not kind:
         return False
-    learn(kind, error.real_bytes, cache_dir)
+    learn(kind, plan, error, cache_dir)
     return True
 
 
-def learn(kind: str, real_bytes: int, cache_dir: Path) -> None:
-    """Keep what a kind of op was found to ask for in a run that was stopped."""
+def learn(kind: str, plan: Plan, error: BudgetExceededError, cache_dir: Path) -> None:
+    """Keep what a kind of op was found to ask for in a run of ``plan`` that was stopped."""
+    reserved = {op.name: op.workspace_bytes for op in plan.workload.ops}.get(error.op, 0)
     known = _read(cache_dir)
     before = known.learnt.get(kind, 0)
-    # It was stopped at the first block too many: more may follow, a little at first.
-    size_bytes = max(real_bytes * 9 // 8 + _SMALL_BYTES, before * 3 // 2)
+    # It was stopped at the first block too many: more may follow, a little at first. An older plan, which has less than
+    # is known by now, says nothing about that.
+    least_bytes = before * 3 // 2 if reserved >= before else before
+    size_bytes = max(error.real_bytes * 9 // 8 + _SMALL_BYTES, least_bytes)
     _write(replace(known, learnt={**known.learnt, kind: size_bytes}), cache_dir)
 
 
@@ -296,13 +299,13 @@ def _made_for() -> dict[str, str]:
 def _read(cache_dir: Path) -> _Known:
     path = cache_dir / _FILE
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        if not os.path.exists(path):
+            return _Known()
+        data = serial.read_json(path)
         if data["format"] != _FORMAT or data["made_for"] != _made_for():
             return _Known()
         return _Known(measured=dict(_sizes(data["measured"])), learnt=dict(_sizes(data["learnt"])))
-    except FileNotFoundError:
-        return _Known()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (FormatError, StorageError, ValueError, KeyError, TypeError, AttributeError) as error:
         _log.warning("the remembered memory of ops %s is damaged and made again: %s", path, error)
         return _Known()
 

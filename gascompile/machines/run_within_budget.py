@@ -14,13 +14,18 @@ from gascompile.machines.op_memory import remember
 from gascompile.machines.stale_profile import Grader
 
 if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
     from gascompile.api.unit import Unit
     from gascompile.bundles.bundle import Bundle
+    from gascompile.core.plan import Plan
     from gascompile.runtime.run.executor import Executor
 
 _log = logging.getLogger("gascompile")
 
 _GRADERS: WeakKeyDictionary[Executor, Grader] = WeakKeyDictionary()
+_SAID: WeakKeyDictionary[GraphModule, Plan] = WeakKeyDictionary()
+"""By program the plan that a run disproved: it is said once, however often its session is opened again."""
 T = TypeVar("T")
 MOST_PLANS = 6
 """For one call: each may show more of what an op takes."""
@@ -69,7 +74,7 @@ def run_within_budget(
     def learn(error: BudgetExceededError) -> bool:
         nonlocal now
         bundle = now.bundle
-        if not remember(bundle.program, bundle.plan.machine, error, cache_dir) or replan is None:
+        if not remember(bundle.program, bundle.plan, error, cache_dir) or replan is None:
             return False
         log_replan(error)
         now = replan(now)
@@ -98,5 +103,7 @@ def _grade(executor: Executor, bundle: Bundle, cache_dir: Path) -> None:
         waits = any(str(node.target).startswith(STAGE_OPS) for node in nodes)
         grader = Grader(plan, lambda: profile_of(plan.machine, cache_dir), waits=waits)
         _GRADERS[executor] = grader
-    if executor.last_run is not None:
-        grader.grade(executor.last_run)
+    graph, run = bundle.program.graph_module, executor.last_run
+    is_new = _SAID.get(graph) is not bundle.plan
+    if run is not None and is_new and grader.grade(run):
+        _SAID[graph] = bundle.plan

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gascompile.core import serial
-from gascompile.core.errors import StorageError
+from gascompile.core.errors import FormatError, StorageError
+from gascompile.core.files import read_regular
 from gascompile.core.plan import Plan
 from gascompile.core.reports import UNLIKELY, RunReport
 from gascompile.cost_models.measure.host import OtherWork
@@ -32,6 +33,8 @@ _WORTH_S = 0.002
 """Of a run: below, what is measured is mostly the call itself."""
 _WATCH_S = 0.25
 """For which others are watched: 25 ticks of the clock that the kernel counts their work by."""
+_REASON_BYTES = 10_000
+"""At most, of the line in a mark."""
 _IDLE_PROCESSORS = 0.3
 """That others may keep busy: a desktop at rest keeps fewer. Chosen, not measured."""
 
@@ -63,11 +66,11 @@ class Grader:
         # Below that, what is measured is mostly the call itself.
         self._done = certificate.predicted_s < _WORTH_S or waits
 
-    def grade(self, report: RunReport) -> None:
-        """Look at one run; two comparisons where nothing is wrong."""
+    def grade(self, report: RunReport) -> bool:
+        """Look at one run; two comparisons where nothing is wrong. Return whether it was said that something is."""
         if self._done or self._fast_s <= report.seconds <= self._predicted_s * FAR:
             self._num_slow = 0
-            return
+            return False
         if report.seconds < self._limit_s / UNLIKELY:
             what = f"faster than its physical limit of {self._limit_s:.3g} s"
         elif report.seconds < self._fast_s:
@@ -75,7 +78,7 @@ class Grader:
         else:
             self._num_slow += 1
             if self._num_slow < _SLOW_RUNS:
-                return
+                return False
             what = f"much slower than the {self._predicted_s:.3g} s predicted, {_SLOW_RUNS} times in a row"
         self._done = True
         profile = self._profile()
@@ -89,6 +92,7 @@ class Grader:
             what,
             follows,
         )
+        return True
 
 
 def mark(profile: Path, reason: str) -> bool:
@@ -130,6 +134,6 @@ def is_stale(profile: Path) -> bool:
 
 def _reason(stale: Path) -> str:
     try:
-        return stale.read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
+        return read_regular(stale, max_bytes=_REASON_BYTES).decode().strip()
+    except (StorageError, FormatError, ValueError):
         return "far from its prediction"

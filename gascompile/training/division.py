@@ -133,9 +133,8 @@ def divide(
 
 def _kept(path: Path, sizes: Mapping[str, int]) -> RankDivision | None:
     """Return the choice of an earlier job, if it had as much to divide."""
-    with contextlib.suppress(OSError, FormatError):
-        raw = path.read_bytes()
-        kept = serial.from_json(RankDivision, serial.parse_json(raw, where=str(path)))
+    with contextlib.suppress(StorageError, FormatError):
+        kept = serial.from_json(RankDivision, serial.read_json(path))
         return kept if kept.sizes == sizes else None
     return None
 

@@ -45,7 +45,7 @@ def save_of_ranks(
         path = Path(folder) / RANKS_FILE
         if ranks.rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
-            serial.write_atomic(path, serial.dumps(merged([json.loads(each) for each in told])))
+            serial.write_output(path, serial.dumps(merged([json.loads(each) for each in told])))
         ranks.alike("the timeline of a step")
     return path if ranks.rank == 0 else None
 

@@ -281,7 +281,7 @@ class StepPlanner(StagePlanner):
             # Its ops are known by name alone: a capture will tell what kind the one is of.
             plan_cache.remove(self._config.cache_dir, unit.entry)
             return True
-        if not remember(unit.program.program, error, self._config.cache_dir):
+        if not remember(unit.program.program, unit.plan, error, self._config.cache_dir):
             return False
         log_replan(error)
         return True

@@ -70,7 +70,7 @@ class RecordedStep:
         target.mkdir(parents=True, exist_ok=True)
         both = {"predicted": self.predicted, "measured": self.measured}
         trace_file, picture_file = target / TRACE_FILE, target / PICTURE_FILE
-        serial.write_atomic(trace_file, serial.dumps(perfetto_of_several(self.plan, both)))
+        serial.write_output(trace_file, serial.dumps(perfetto_of_several(self.plan, both)))
         picture_of_several(self.plan, both, picture_file)
         return trace_file, picture_file
 

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from gascompile.core import serial
 from gascompile.core.errors import CheckpointError, FormatError, StorageError
@@ -24,8 +24,10 @@ from gascompile.weights.quantisation import quantisation_of
 if TYPE_CHECKING:
     from torch import nn
 
-_INDEX = "model.safetensors.index.json"
-_PICKLED_INDEX, _PICKLED_FILE = "pytorch_model.bin.index.json", "pytorch_model.bin"
+_INDEX = ".index.json"
+_PICKLED_FILE = "pytorch_model.bin"
+_IN_ORDER = ("model.safetensors", _PICKLED_FILE)
+"""What transformers looks for in a folder: the whole file, then the index of its shards, of each in turn."""
 MAX_HEADER_BYTES = 100 << 20
 """The limit of the safetensors format itself."""
 
@@ -118,22 +120,13 @@ def _files(root: Path) -> list[Path]:
             f"there is no checkpoint at {ascii(str(root))[:1000]}: pass a .safetensors, .gguf or .bin file or a "
             "directory that holds some"
         )
-    if is_file(root / _INDEX):
-        return _shard_files(root / _INDEX)
-    files = sorted(root.glob("*.safetensors"))
-    if files:
-        return files
-    files = sorted(root.glob("*.gguf"))
-    if len(files) > 1:
+    files = _chosen(root)
+    if len(files) > 1 and files[0].suffix == ".gguf":
         raise CheckpointError(
             f"{root} holds {len(files)} .gguf files; pass the one that is meant, such as {files[0].name}"
         )
     if files:
-        return files
-    if is_file(root / _PICKLED_INDEX):
-        return _shard_files(root / _PICKLED_INDEX)
-    if is_file(root / _PICKLED_FILE):
-        return [root / _PICKLED_FILE]
+        return _shard_files(files[0]) if files[0].name.endswith(_INDEX) else files
     pickled = sorted(path.name for path in root.iterdir() if path.suffix in _PICKLED)
     if pickled:
         raise CheckpointError(
@@ -143,9 +136,36 @@ def _files(root: Path) -> list[Path]:
     raise CheckpointError(f"{root} holds no .safetensors file")
 
 
-def holds_pickled(folder: Path) -> bool:
-    """Return whether a folder has weights as ``torch.save`` writes them, under transformers' names."""
-    return is_file(folder / _PICKLED_INDEX) or is_file(folder / _PICKLED_FILE)
+def _chosen(folder: Path) -> list[Path]:
+    """Return the files, or the index of those, that hold a folder's weights: those that transformers takes, if any.
+
+    What was there before a model was saved as one file, or by another library, stays beside it.
+    """
+    for name in _IN_ORDER:
+        for file in (folder / name, folder / f"{name}{_INDEX}"):
+            if is_file(file):
+                return [file]
+    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.gguf"))
+
+
+def kind_of_weights(folder: Path) -> Literal["safetensors", "bin", "gguf", ""]:
+    """Return in which files the weights of a folder are that ``open_checkpoint`` reads; empty where there are none.
+
+    An index without any shard, as beside a model's configuration, says what the weights would be.
+    """
+    files = _chosen(folder)
+    if not files:
+        return ""
+    kind = Path(files[0].name.removesuffix(_INDEX)).suffix
+    if not any(folder.glob(f"*{kind}")):
+        return ""
+    return "bin" if kind == ".bin" else "gguf" if kind == ".gguf" else "safetensors"
+
+
+def has_named_safetensors(folder: Path) -> bool:
+    """Return whether a folder has safetensors files under transformers' names, which it prefers to all others."""
+    name = _IN_ORDER[0]
+    return is_file(folder / name) or is_file(folder / f"{name}{_INDEX}")
 
 
 def _shard_files(index: Path) -> list[Path]:

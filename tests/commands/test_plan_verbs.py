@@ -49,6 +49,33 @@ def test_what_is_written_replaces_no_file_of_a_model(plan_file: Path, tmp_path: 
     assert kept.read_bytes() == b"weights"
 
 
+@pytest.mark.parametrize("name", ["[/x]", "[bold]b[/bold]", "x[/]"])
+def test_brackets_in_names_are_no_markup(plan_file: Path, tmp_path: Path, name: str) -> None:
+    data = json.loads(plan_file.read_text().replace('"a"', json.dumps(name)))
+    data["workload"]["name"] = name
+    path = tmp_path / "named.json"
+    path.write_text(json.dumps(data))
+    assert name in ok("explain", str(path), name)
+    assert f"Replay of {name}" in ok("simulate", str(path))
+    said = ok("whatif", str(path), "--gib", "1", "--gbps", "5")
+    assert f"What if, for {name}" in " ".join(said.split())
+    other = path.with_name(f"no {name.replace('/', '')}.json")
+    ok("diff", str(path), str(plan_file))
+    assert other.name in failure("verify", str(other))[1].replace("\n", "")
+    assert name in failure("explain", str(path), f"{name}no")[1]
+
+
+def test_what_is_written_goes_through_links(plan_file: Path, toy: str, tmp_path: Path) -> None:
+    for verb, *args in (
+        ("plan", toy, "--budget", _BUDGET, "-m", "cpu-nvme", "-o"), ("simulate", str(plan_file), "--trace"),
+        ("simulate", str(plan_file), "-o"), ("annotate", str(plan_file), "-o"), ("report", str(plan_file), "-o"),
+    ):  # fmt: skip
+        link = tmp_path / f"{verb}{args[-1]}.html"
+        link.symlink_to(f"{link.name}.written")
+        ok(verb, *args, str(link))
+        assert link.is_symlink() and link.stat().st_size > 100
+
+
 def test_report(plan_file: Path, tmp_path: Path) -> None:
     out, run = tmp_path / "plan.html", tmp_path / "run.json"
     data = json_of("report", str(plan_file), "-o", str(out), "--why", "1")

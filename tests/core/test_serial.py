@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -195,6 +196,36 @@ def test_write_atomic_replaces_whole_files(tmp_path: Path) -> None:
     serial.write_atomic(path, b"new")
     assert path.read_text() == "new"
     assert os.listdir(path.parent) == ["file.json"]
+
+
+def test_outputs_are_written_to_what_is_at_their_path(tmp_path: Path) -> None:
+    """A device or a pipe is not replaced by a file, nor is a link, and other users may read what they could before."""
+    pipe, link, file, there = (tmp_path / n for n in ("pipe", "link", "file.json", "there.json"))
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    serial.write_output(pipe, "of a pipe")
+    assert os.read(reader, 100) == b"of a pipe"
+    os.close(reader)
+    assert stat.S_ISFIFO(pipe.lstat().st_mode)
+    link.symlink_to("there.json")
+    serial.write_output(link, "new")  # to where nothing is yet
+    serial.write_output(link, "newer")
+    assert link.is_symlink() and there.read_text() == "newer"
+    before = os.umask(0o027)
+    try:
+        serial.write_output(file, "new")
+        serial.write_atomic(tmp_path / "own.json", "new")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o640
+    assert stat.S_IMODE((tmp_path / "own.json").stat().st_mode) == 0o600
+    file.chmod(0o604)
+    serial.write_output(file, "newer")
+    assert (file.read_text(), stat.S_IMODE(file.stat().st_mode)) == ("newer", 0o604)
+    for path in (tmp_path, tmp_path / "a\0b"):
+        with pytest.raises(StorageError, match="cannot write"):
+            serial.write_output(path, "new")
+    assert sorted(os.listdir(tmp_path)) == ["file.json", "link", "own.json", "pipe", "there.json"]
 
 
 def test_write_atomic_keeps_the_old_file_when_it_fails(

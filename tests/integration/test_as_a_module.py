@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import nn
 from transformers import BatchEncoding, BertConfig, BertForSequenceClassification
 
 import gascompile
-from gascompile.core.errors import CompiledModelError
+from gascompile.core.errors import CompiledModelError, GASCompileError
 
 
 class Small(nn.Module):
@@ -166,6 +167,10 @@ def test_only_what_depends_on_parameters_wants_gradients() -> None:
         (lambda it: it.to(torch.bfloat16), "bfloat16"),
         (lambda it: it.to("meta"), "'meta' is asked for"),
         (lambda it: it.cuda(), "machine="),
+        (lambda it: it.to_empty(device="cpu"), "before gascompile.compile"),
+        (lambda it: it.share_memory(), "before gascompile.compile"),
+        (lambda it: it.to(memory_format=torch.channels_last), "before gascompile.compile"),
+        (lambda it: nn.Sequential(it).to_empty(device="cpu"), "before gascompile.compile"),
         (lambda it: it.compile(), "no graph"),
         (copy.deepcopy, "a second time"),
         (copy.copy, "a second time"),
@@ -284,3 +289,15 @@ def test_what_tokenizers_return_is_a_dict(cache: Path) -> None:
     assert torch.equal(compiled(BatchEncoding(batch)), X + X)
     assert torch.equal(compiled(batch=BatchEncoding(batch)), X + X)
     assert len(compiled._gascompile.units) == 1
+
+
+def test_a_factory_that_no_plan_can_name_is_named(cache: Path) -> None:
+    class OfDict(nn.Module):
+        def forward(self, given: dict[str, torch.Tensor]) -> torch.Tensor:
+            return given["a"] + 1
+
+    compiled = gascompile.compile(OfDict(), "1MiB", machine="cpu-nvme", cache_dir=cache)
+    values = {"a": torch.ones(3)}
+    assert torch.equal(compiled(defaultdict(list, values)), torch.full((3,), 2.0))
+    with pytest.raises(GASCompileError, match=r"lambda.*pass a dict"):
+        compiled(defaultdict(lambda: 0, values))

@@ -103,6 +103,20 @@ def test_where_no_plan_fits_the_error_names_the_smallest_budget(tmp_path: Path) 
         assert torch.equal(compiled(X), model(X))
 
 
+def test_refused_calls_teach_the_same_each_time(tmp_path: Path) -> None:
+    model = Greedy()
+    budget = smallest_budget(model, tmp_path)
+    required = []
+    with gascompile.compile(model, budget, (X,), cache_dir=tmp_path) as compiled:
+        for _ in range(3):
+            with pytest.raises(InfeasiblePlanError) as found:
+                compiled(X)
+            required.append(found.value.required_bytes)
+    assert len(set(required)) == 1
+    with gascompile.compile(model, required[0], (X,), cache_dir=tmp_path) as compiled:
+        assert torch.equal(compiled(X), model(X))
+
+
 def test_states_that_had_changed_are_not_changed_twice(tmp_path: Path) -> None:
     model = Greedy(counts=True)
     budget = smallest_budget(model, tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,50 @@ def test_a_directory_is_compiled_as_its_model(folder: Path, tmp_path: Path) -> N
         ) as compiled:
             assert torch.equal(compiled(**inputs).logits, wanted)
     assert not list(cache.glob("store/*.safetensors"))
+
+
+@pytest.mark.parametrize("beside", ["shards", "only the index", "files of torch.save", "a variant"])
+def test_the_weights_of_a_directory_are_those_that_transformers_takes(
+    folder: Path, tmp_path: Path, beside: str
+) -> None:
+    """What was there before a model was saved anew stays beside it."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    whole = folder / "model.safetensors"
+    if beside == "files of torch.save":
+        torch.save(model.state_dict(), folder / "pytorch_model.bin")
+        whole.rename(folder / "other.safetensors")
+    elif beside == "a variant":
+        whole.with_name("model.fp16.safetensors").write_bytes(whole.read_bytes())
+    else:
+        whole.unlink()
+        model.save_pretrained(folder, max_shard_size="20KB")
+        assert not whole.exists()
+        shards = list(folder.glob("*.safetensors"))
+        if beside == "only the index":
+            for shard in shards:
+                shard.unlink()
+    for parameter in model.parameters():
+        parameter.data.add_(0.25)
+    if beside == "files of torch.save":
+        torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    else:
+        model.save_pretrained(tmp_path / "again")
+        (tmp_path / "again" / "model.safetensors").rename(whole)
+    inputs: dict[str, Any] = {"input_ids": _IDS, "use_cache": False}
+    with torch.no_grad():
+        wanted = AutoModelForCausalLM.from_pretrained(folder).eval()(**inputs).logits
+    with gascompile.compile(
+        folder, "1MiB", machine="cpu-nvme", cache_dir=tmp_path / "cache"
+    ) as compiled:
+        assert torch.equal(compiled(**inputs).logits, wanted)
+
+
+def test_an_index_without_shards_is_a_model_without_weights(folder: Path, tmp_path: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    weight_map = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(weight_map))
+    with pytest.raises(CheckpointError, match="checkpoint="):
+        gascompile.compile(folder, "1MiB", machine="cpu-nvme", cache_dir=tmp_path)
 
 
 def test_what_is_no_directory_of_a_model_is_refused(folder: Path, tmp_path: Path) -> None:

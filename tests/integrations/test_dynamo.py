@@ -113,6 +113,30 @@ def test_parameters_and_buffers_are_the_model_s(model: Broken, build: Callable[.
         torch.testing.assert_close(model.norm.running_mean, twin.norm.running_mean)
 
 
+class Scaled(nn.Module):
+    """A number among the arguments, which decides a dtype, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, scale: float, n: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return [rows, width] and numbers."""
+        return nn.functional.elu(self.layer(x) * scale, alpha=scale), n * scale
+
+
+def test_numbers_change_between_calls(tmp_path: Path) -> None:
+    model = Scaled().eval()
+    options = {"budget": "1MiB", "machine": "cpu-nvme", "cache_dir": tmp_path}
+    compiled = torch.compile(model, backend=dynamo.backend, options=options)
+    with torch.no_grad():
+        for scale in (1.0, 0.5, 0.1, 0.5, 3.0):
+            wanted = model(rows(3), scale, torch.arange(4))
+            for found, want in zip(compiled(rows(3), scale, torch.arange(4)), wanted, strict=True):
+                assert found.dtype == want.dtype
+                assert torch.equal(found, want)
+
+
 def test_gradients_are_refused(model: Broken, build: Callable[..., Any]) -> None:
     compiled = build()
     with pytest.raises(CompiledModelError, match=r"torch\.no_grad"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from gascompile.capture.export import capture
 from gascompile.core.config import CompileConfig
 from gascompile.core.machine import Machine
 from gascompile.core.program import Program
+from gascompile.core.remembered import remembered
 from gascompile.core.workload import Workload
 from gascompile.cost_models.measure.ops_on_device import OpsOnDevice
 from gascompile.machines import device_calls, op_memory, op_times
@@ -81,6 +83,23 @@ def test_scratch_of_the_device_is_reserved_and_remembered(
     assert measured
     assert all(f"on {GPU.name}" in kind and "threads=" not in kind for kind in measured)
     assert any("arange" in kind for kind in measured)
+
+
+def test_what_is_no_file_in_the_place_of_figures_is_not_read(
+    program: Program,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A pipe would be waited for, and a device may never end."""
+    machine = preset("cpu-nvme")
+    monkeypatch.setattr(op_times, "this_machine_name", lambda: machine.name)
+    os.mkfifo(tmp_path / "op_memory.json")
+    found = workload(program, tmp_path, machine)
+    assert "not a regular file" in caplog.text
+    os.mkfifo(tmp_path / "seconds.json")
+    assert remembered(tmp_path / "seconds.json", "a format", "seconds", len) is None
+    assert found == workload(program, tmp_path / "other", machine)
 
 
 def test_formulas_do_where_the_device_refuses(

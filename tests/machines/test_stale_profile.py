@@ -7,15 +7,18 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from torch import nn
+from torch.fx import symbolic_trace
 
 from gascompile.core.checks.machine_files import preset
 from gascompile.core.plan import Plan
 from gascompile.core.reports import RunReport
 from gascompile.cost_models.measure.host import OtherWork
 from gascompile.machines import resolve as machine_module
-from gascompile.machines import stale_profile
+from gascompile.machines import run_within_budget, stale_profile
 from gascompile.machines.resolve import (
     profile_of,
     remember_machine,
@@ -146,3 +149,21 @@ def test_presets_and_the_emulated_accelerator_have_no_profile_to_forget(tmp_path
     assert profile_of(preset("cpu-nvme"), tmp_path) is None
     assert profile_of(preset("emulated"), tmp_path) is None
     assert stale_profile.FAR > 1
+
+
+def test_what_a_run_disproved_is_said_once_for_each_plan(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """However often the session is opened again."""
+    program = SimpleNamespace(graph_module=symbolic_trace(nn.Identity()))
+    first, other = (SimpleNamespace(program=program, plan=planned(1.0)) for _ in range(2))
+    for bundle in (first, first, other, other):
+        run_within_budget._grade(Ran(took(0.1, 1.0)), bundle, tmp_path)  # type: ignore[arg-type]
+    assert caplog.text.count("a run of") == 2
+
+
+class Ran:
+    """What has run once."""
+
+    def __init__(self, report: RunReport) -> None:
+        self.last_run = report

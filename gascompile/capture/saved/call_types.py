@@ -143,6 +143,12 @@ def _check_type(name: Any, context: Any, num_children: int, where: str) -> None:
     else:
         # A type that this process has registered or that is refused when it is looked up: see load_treespec.
         fits = isinstance(context, str) and "__enum__" not in context
+    if not fits and name == "collections.defaultdict" and isinstance(context, dict):
+        factory = f"{context.get('default_factory_module')}.{context.get('default_factory_name')}"
+        raise FormatError(
+            f"{where}: a defaultdict makes what it lacks by {ascii(factory)[:200]}, which no plan can name; pass a "
+            "dict, or a defaultdict of list, dict, int or another type of Python's own"
+        )
     if not fits:
         raise FormatError(
             f"{where}: the context of {ascii(name)[:120]} does not fit its {num_children} parts; save it again"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final
 import torch
 
 from gascompile.core.errors import StorageError
-from gascompile.core.files import open_regular, umask
+from gascompile.core.files import is_file, open_regular, umask
 from gascompile.core.sizes import align_up, format_size
 from gascompile.core.sources import Extent, WeightSource
 from gascompile.weights.onnx_file import DTYPES
@@ -79,6 +79,8 @@ def partial_file(target: Path) -> Iterator[tuple[BinaryIO, Path]]:
         StorageError: it cannot be written.
     """
     temporary: Path | None = None
+    if target.exists() and not is_file(target):
+        raise StorageError(f"{target} is no regular file, which could be replaced; name a file")
     try:
         # Left by processes that were killed; one of a process that still runs would be of this very export.
         for left in target.parent.glob(f".{glob.escape(target.name)}.????????.partial"):

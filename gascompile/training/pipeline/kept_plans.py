@@ -39,8 +39,8 @@ def kept_plan(
     """
     digest = serial.digest([workload, *others])
     path = cache_dir / "ranks" / f"stage-{digest[:32]}.json"
-    with contextlib.suppress(OSError, FormatError, PlanVerificationError):
-        kept = serial.from_json(KeptPlan, serial.parse_json(path.read_bytes(), where=str(path)))
+    with contextlib.suppress(StorageError, FormatError, PlanVerificationError):
+        kept = serial.from_json(KeptPlan, serial.read_json(path))
         verify(kept.plan)
         if kept.made_of == digest:
             return kept.plan

@@ -21,6 +21,7 @@ from gascompile.core import serial
 from gascompile.core.budget import Budget
 from gascompile.core.errors import BudgetExceededError
 from gascompile.core.machine import Machine
+from gascompile.core.plan import Plan
 from gascompile.core.program import Program
 from gascompile.core.remembered import remembered
 from gascompile.core.workload import Workload
@@ -110,11 +111,11 @@ def costed_workload(
     return _with_learnt(costed, program.program, cache_dir)
 
 
-def remember(program: Program, error: BudgetExceededError, cache_dir: Path) -> bool:
-    """Keep what a stopped step has taught about its op for the next plan; False where it taught nothing."""
+def remember(program: Program, plan: Plan, error: BudgetExceededError, cache_dir: Path) -> bool:
+    """Keep what a stopped step of ``plan`` has taught about its op for the next plan; False where it taught nothing."""
     for node in program.op_nodes():
         if node.name == error.op:
-            learn(_call(node), error.real_bytes, cache_dir)
+            learn(_call(node), plan, error, cache_dir)
             return True
     return False
 
