@@ -27,7 +27,7 @@ from gascompile.api.started_ahead import require_made_for, started_ahead
 from gascompile.api.unit import Unit
 from gascompile.bundles.saving import lies_in, save_bundle
 from gascompile.capture.calls import Call, copies
-from gascompile.capture.outlines import Outlines
+from gascompile.capture.outlines import ModelOutlines
 from gascompile.capture.saved.call_types import unflatten
 from gascompile.capture.torch_settings import traced_by
 from gascompile.core.config import default_cache_dir
@@ -102,7 +102,7 @@ class Runner:
         """Before the latest plan was made."""
         self._given_forward = GivenForward(model) if model is not None else None
         self._values = Values.of(model, _PARAMETERS) if model is not None else None
-        self._outlines = Outlines(model) if model is not None else None
+        self._outlines = ModelOutlines(model) if model is not None else None
         self._cache_dir = cache_dir or default_cache_dir()
         self._open = OpenUnits(
             self._cache_dir, on_exceed=on_exceed, from_file=planning is None, ranks=ranks
@@ -373,7 +373,7 @@ class Runner:
         model = planning.model
         # The model is looked at, and may be read into files.
         self._pull_states()
-        noted = Values.of(model, _PARAMETERS), GivenForward(model), Outlines(model)
+        noted = Values.of(model, _PARAMETERS), GivenForward(model), ModelOutlines(model)
         self._buffers = Values.of(model, "_buffers")
         is_out_of_date = self._changed() is not None
         if has_taken_states(self.session):

@@ -25,7 +25,7 @@ _PLAIN = {torch.Tensor, nn.Parameter, nn.Buffer}
 """Of which torch compares all that counts by itself."""
 
 
-class Outline(NamedTuple):
+class TensorOutline(NamedTuple):
     """What is known of one tensor."""
 
     kind: type
@@ -43,13 +43,13 @@ class Outline(NamedTuple):
     """Whether a step, or a compiled model, has its value and keeps it as it likes."""
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> Outline:
+    def of(tensor: torch.Tensor) -> TensorOutline:
         """Look at a tensor past what its class would answer."""
         cover = vars(tensor).get("_cover")
         with torch._C.DisableTorchFunctionSubclass():
             has_shape = not nn.parameter.is_lazy(tensor) and not tensor.is_nested
             has_strides = has_shape and tensor.layout is torch.strided
-            return Outline(
+            return TensorOutline(
                 kind=type(tensor) if cover is None else cover.own,
                 shape=tuple(tensor.shape) if has_shape else None,
                 dtype=tensor.dtype,
@@ -61,7 +61,7 @@ class Outline(NamedTuple):
                 is_open=cover is not None,
             )
 
-    def differs_from(self, now: Outline) -> str | None:
+    def differs_from(self, now: TensorOutline) -> str | None:
         """Return in words what of it is another in ``now``, or ``None``.
 
         Values may have gone to files or to a compiled model meanwhile: how they lie there does not count.
@@ -74,7 +74,7 @@ class Outline(NamedTuple):
         return None
 
 
-class Outlines:
+class ModelOutlines:
     """The outlines that a model's parameters and buffers had; no tensor is kept alive."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -89,7 +89,7 @@ class Outlines:
         versions = list(map(dict_version, owners))
         self._keys = list(map(list, owners))
         held = _held(owners)
-        self._outlines = [None if tensor is None else Outline.of(tensor) for tensor in held]
+        self._outlines = [None if tensor is None else TensorOutline.of(tensor) for tensor in held]
         self._firsts = _firsts(held)
         self._take(owners, versions, held)
 
@@ -103,7 +103,7 @@ class Outlines:
         plain = [i for i, tensor in tensors.items() if _is_plain(tensor)]
         others = sorted(tensors.keys() - set(plain))
         self._plain = [places[i][0] for i in plain], [places[i][1] for i in plain]
-        self._others = [(*places[i], Outline.of(tensors[i])) for i in others]
+        self._others = [(*places[i], TensorOutline.of(tensors[i])) for i in others]
         self._guards = None
         if plain:
             fixed = dict.fromkeys(("dynamic_dims_sizes", "dynamic_dims_strides"))
@@ -139,7 +139,7 @@ class Outlines:
             with _InferenceMode(False):
                 if not self._guards.check(*map(operator.getitem, *self._plain)):
                     return False
-        return all(Outline.of(owner[key]) == was for owner, key, was in self._others)
+        return all(TensorOutline.of(owner[key]) == was for owner, key, was in self._others)
 
     def _name(self, owner: int, key: str) -> str:
         path = self._paths[owner]
@@ -169,7 +169,7 @@ class Outlines:
                 if tensor is not None:
                     return f"'{name}' was None and is a tensor now"
                 continue
-            if (differs := was.differs_from(Outline.of(tensor))) is not None:
+            if (differs := was.differs_from(TensorOutline.of(tensor))) is not None:
                 return f"'{name}' {differs}"
             was_alone = self._firsts[i] == i
             # Those that are sent to the meta device are parted.

@@ -20,7 +20,7 @@ from gascompile.api.guards import Values
 from gascompile.api.matching import advice, settings_misfit
 from gascompile.api.sources import open_source
 from gascompile.api.unit import Unit
-from gascompile.capture.outlines import Outlines
+from gascompile.capture.outlines import ModelOutlines
 from gascompile.codegen.allocator_library import allocation_counter
 from gascompile.core.budget import Budget
 from gascompile.core.config import CompileConfig, folder_of
@@ -252,7 +252,7 @@ class Generator:
     def _planned(self, *, again: bool = False) -> Units:
         """Return the plans, and take note of the values of now."""
         self._values, buffers = (Values.of(self._step, of) for of in ("_parameters", "_buffers"))
-        self._outlines = Outlines(self._step)
+        self._outlines = ModelOutlines(self._step)
         units = plan_generation(self._job, self._most_tokens, again=again)
         caches = {id(tensor) for tensor in self._step.cache_tensors()}
         for unit in _named(units).values():

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import gascompile
-from gascompile.capture.outlines import Outlines
+from gascompile.capture.outlines import ModelOutlines
 from gascompile.core.errors import PlanMismatchError
 
 _BUDGET = "8MiB"
@@ -189,7 +189,7 @@ def test_one_object_again() -> None:
 )
 def test_other_values_are_no_other_outline(edit: Edit) -> None:
     model = _Asking(_by_shape, {"sc": torch.ones(3, 3)})
-    known = Outlines(model)
+    known = ModelOutlines(model)
     edit(model)
     assert known.changed() is None
     assert known._is_as_taken()
@@ -197,7 +197,7 @@ def test_other_values_are_no_other_outline(edit: Edit) -> None:
 
 def test_modes_are_no_other_outline() -> None:
     model = _model(_by_shape)
-    known = Outlines(model)
+    known = ModelOutlines(model)
     with torch.inference_mode():
         assert known._is_as_taken()
     with torch.no_grad():
@@ -229,9 +229,7 @@ def test_a_buffer_that_wants_gradients_when_compiled() -> None:
             torch.testing.assert_close(compiled(_X), model(_X))
 
 
-@pytest.mark.parametrize(
-    "seed", [torch.initial_seed, torch.default_generator.initial_seed]
-)
+@pytest.mark.parametrize("seed", [torch.initial_seed, torch.default_generator.initial_seed])
 def test_the_seed_is_seen(seed: Callable[[], int]) -> None:
     model = _model(lambda _, y: y * (seed() % 7))
     with torch.no_grad(), gascompile.compile(model, _BUDGET, (_X,)) as compiled:
