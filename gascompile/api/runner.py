@@ -97,7 +97,7 @@ class Runner:
         self._is_fixed = bool(units)
         self._ranges = Ranges(planning.model) if planning is not None else None
         self._is_planning = False
-        model = planning and planning.model
+        model = planning.model if planning is not None else None
         self._buffers = Values.of(model, "_buffers") if model is not None else None
         """Before the latest plan was made."""
         self._given_forward = GivenForward(model) if model is not None else None
@@ -393,8 +393,8 @@ class Runner:
 
         Buffers are those of one plan: what one writes to, another may have read from a file.
         """
-        known = filter(None, (self._values, self._given_forward, self._outlines))
-        changed = next(filter(None, (of.changed() for of in known)), None)
+        known: tuple[Any, ...] = self._values, self._given_forward, self._outlines
+        changed = next(filter(None, (of.changed() for of in known if of is not None)), None)
         if not changed and unit is not None and unit.buffers is not None:
             changed = unit.buffers.changed()
         return Misfit(changed, is_value=True) if changed else None
