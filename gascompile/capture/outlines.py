@@ -128,9 +128,9 @@ class ModelOutlines:
     def _is_as_taken(self) -> bool:
         """Return whether all are as those that were taken, as far as C code can tell."""
         # One changes with whatever is set or taken away, and no two dictionaries have the same.
-        now = map(dict_version, map(operator.getitem, self._spaces, self._kinds))
+        versions = map(dict_version, map(operator.getitem, self._spaces, self._kinds))
         if (
-            list(now) != self._versions
+            list(versions) != self._versions
             or list(map(_UNSAVED_OF, self._with_buffers)) != self._unsaved
         ):
             return False
@@ -139,7 +139,8 @@ class ModelOutlines:
             with _InferenceMode(False):
                 if not self._guards.check(*map(operator.getitem, *self._plain)):
                     return False
-        return all(TensorOutline.of(owner[key]) == was for owner, key, was in self._others)
+        others = ((owner[key], was) for owner, key, was in self._others)
+        return all(now is not None and TensorOutline.of(now) == was for now, was in others)
 
     def _name(self, owner: int, key: str) -> str:
         path = self._paths[owner]
