@@ -74,7 +74,8 @@ class Values:
         self._owners = [row.owner for row in (*rows, *free)]
         self._keys = [row.key for row in (*rows, *free)]
         self._tensors = [row.tensor for row in (*rows, *free)]
-        self._noted = [(row.version, row.address) for row in rows]
+        self._versions = [row.version for row in rows]
+        self._addresses = [row.address for row in rows]
         self._num_none = sum(row.tensor is _nobody for row in free)
         self._cells = Cells([row.tensor() for row in rows])
 
@@ -126,7 +127,11 @@ class Values:
         num_none = sum(map(operator.is_, now, itertools.repeat(None)))
         if num_none == self._num_none and all(map(operator.is_, now, held)):
             kept: Any = now[: len(self._rows)]
-            if list(zip(map(_VERSION, kept), map(_address, kept), strict=True)) == self._noted:
+            address = _POINTER if _PLAIN.issuperset(map(type, kept)) else _address
+            if (
+                list(map(_VERSION, kept)) == self._versions
+                and list(map(address, kept)) == self._addresses
+            ):
                 written = self._cells.changed()
                 return None if written is None else f"'{self._rows[written].name}' was written to"
         for number, row in enumerate((*self._rows, *self._free)):
@@ -153,6 +158,7 @@ class _Row(NamedTuple):
 
 
 _VERSION = operator.attrgetter("_version")
+_POINTER = torch.Tensor.data_ptr
 _PLAIN = {torch.Tensor, nn.Parameter, nn.Buffer}
 """Others may not say where they lie."""
 

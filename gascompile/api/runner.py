@@ -27,6 +27,7 @@ from gascompile.api.started_ahead import require_made_for, started_ahead
 from gascompile.api.unit import Unit
 from gascompile.bundles.saving import lies_in, save_bundle
 from gascompile.capture.calls import Call, copies
+from gascompile.capture.outlines import ModelOutlines
 from gascompile.capture.saved.call_types import unflatten
 from gascompile.capture.torch_settings import traced_by
 from gascompile.core.config import default_cache_dir
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from gascompile.precision.report import MeasuredError
 
 _log = logging.getLogger(__name__)
-
 _PARAMETERS = "_parameters"
 MOST_PLANS = 16
 """That a model has at a time; others stay in the cache on disk."""
@@ -97,10 +97,12 @@ class Runner:
         self._is_fixed = bool(units)
         self._ranges = Ranges(planning.model) if planning is not None else None
         self._is_planning = False
-        self._buffers = Values.of(planning.model, "_buffers") if planning is not None else None
+        model = planning.model if planning is not None else None
+        self._buffers = Values.of(model, "_buffers") if model is not None else None
         """Before the latest plan was made."""
-        self._given_forward = GivenForward(planning.model) if planning is not None else None
-        self._values = Values.of(planning.model, _PARAMETERS) if planning is not None else None
+        self._given_forward = GivenForward(model) if model is not None else None
+        self._values = Values.of(model, _PARAMETERS) if model is not None else None
+        self._outlines = ModelOutlines(model) if model is not None else None
         self._cache_dir = cache_dir or default_cache_dir()
         self._open = OpenUnits(
             self._cache_dir, on_exceed=on_exceed, from_file=planning is None, ranks=ranks
@@ -371,7 +373,7 @@ class Runner:
         model = planning.model
         # The model is looked at, and may be read into files.
         self._pull_states()
-        values, forward = Values.of(model, _PARAMETERS), GivenForward(model)
+        noted = Values.of(model, _PARAMETERS), GivenForward(model), ModelOutlines(model)
         self._buffers = Values.of(model, "_buffers")
         is_out_of_date = self._changed() is not None
         if has_taken_states(self.session):
@@ -383,17 +385,16 @@ class Runner:
             self._is_planning = False
         if is_out_of_date:
             self.units.clear()
-        self._values, self._given_forward = values, forward
+        self._values, self._given_forward, self._outlines = noted
         return made
 
     def _changed(self, unit: Unit | None = None) -> Misfit | None:
-        """Return what of the model is another than when plans were made: weights, which they read, or its forward.
+        """Return what of the model is another than when plans were made: weights, its forward, or what it has.
 
         Buffers are those of one plan: what one writes to, another may have read from a file.
         """
-        if self._values is None or self._given_forward is None:
-            return None
-        changed = self._values.changed() or self._given_forward.changed()
+        known: tuple[Any, ...] = self._values, self._given_forward, self._outlines
+        changed = next(filter(None, (of.changed() for of in known if of is not None)), None)
         if not changed and unit is not None and unit.buffers is not None:
             changed = unit.buffers.changed()
         return Misfit(changed, is_value=True) if changed else None

@@ -20,6 +20,7 @@ from gascompile.api.guards import Values
 from gascompile.api.matching import advice, settings_misfit
 from gascompile.api.sources import open_source
 from gascompile.api.unit import Unit
+from gascompile.capture.outlines import ModelOutlines
 from gascompile.codegen.allocator_library import allocation_counter
 from gascompile.core.budget import Budget
 from gascompile.core.config import CompileConfig, folder_of
@@ -245,12 +246,13 @@ class Generator:
         """Return what of the model a plan was made with and is another now, in words."""
         unit = _named(self._units)[name]
         changed = unit.basis.changed() if unit.basis is not None else None
-        changed = changed or self._values.changed()
+        changed = changed or self._values.changed() or self._outlines.changed()
         return changed or (unit.buffers.changed() if unit.buffers is not None else None)
 
     def _planned(self, *, again: bool = False) -> Units:
         """Return the plans, and take note of the values of now."""
         self._values, buffers = (Values.of(self._step, of) for of in ("_parameters", "_buffers"))
+        self._outlines = ModelOutlines(self._step)
         units = plan_generation(self._job, self._most_tokens, again=again)
         caches = {id(tensor) for tensor in self._step.cache_tensors()}
         for unit in _named(units).values():

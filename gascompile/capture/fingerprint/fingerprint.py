@@ -116,7 +116,9 @@ def _feed_model(hasher: ValueDigest, model: nn.Module) -> None:
         hasher.add([(name, child is None) for name, child in module._modules.items()])
         for kind, tensors in (("p", module._parameters), ("b", module._buffers)):
             for name, tensor in tensors.items():
-                if tensor is not None:
+                if tensor is None:
+                    hasher.add(kind, name, None)
+                else:
                     here = f"{path}.{name}"
                     hasher.add(
                         kind,
@@ -128,6 +130,8 @@ def _feed_model(hasher: ValueDigest, model: nn.Module) -> None:
                         tensor.stride() if tensor.layout is torch.strided else str(tensor.layout),
                         str(tensor.device.type),
                     )
+                    if kind == "b" and tensor.requires_grad:
+                        hasher.add("requires gradients")
                     for key, value in sorted(attributes_of(tensor).items()):
                         hasher.add("attribute of a tensor", key)
                         hasher.value(value, f"{here}.{key}")

@@ -69,7 +69,7 @@ class AskedInputs:
         self._model = model
         self._own: dict[int, tuple[torch.Tensor, torch.Tensor, str]] = {}
         self.own_facts: dict[tuple[str, str], torch.Tensor] = {}
-        """Parameters by their names and by what was asked of them."""
+        """Parameters, and buffers that want gradients, by their names and by what was asked of them."""
 
     def follow(self, twin: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Take note of what stands for the model's tensors in the capture, and of the arguments for the caller's."""
@@ -91,7 +91,8 @@ class AskedInputs:
                     if real is None or made is None:
                         continue
                     share_attributes(real, made)
-                    if kind == "_parameters":
+                    # Of other buffers what stands for them says the same.
+                    if kind == "_parameters" or real.requires_grad:
                         self._own[id(made)] = made, real, f"{path}.{key}" if path else key
 
     def knows(self, tensor: object) -> bool:
@@ -108,7 +109,7 @@ class AskedInputs:
         if id(tensor) in self._own and name in _OF_PARAMETERS:
             made, real, path = self._own[id(tensor)]
             self.own_facts[path, name] = real
-            return self._told(name, made, real, f"the parameter '{path}'")
+            return self._told(name, made, real, f"the model's '{path}'")
         if not self.knows(tensor):
             if self.is_recording and name in OF_GRADIENTS and _may_require(tensor):
                 return (OF_GRADIENTS[name],)

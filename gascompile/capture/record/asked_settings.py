@@ -40,6 +40,7 @@ _CALLED: dict[str, Callable[[], object]] = {
         torch.backends.cuda.math_sdp_enabled,
         torch.backends.cuda.cudnn_sdp_enabled,
         torch.backends.mha.get_fastpath_enabled,
+        torch.random.initial_seed,
     )
 }
 _FLAGS: dict[str, Callable[[], object]] = {
@@ -48,6 +49,7 @@ _FLAGS: dict[str, Callable[[], object]] = {
     for key, flag in vars(type(backend)).items()
     if isinstance(flag, ContextProp)
 }
+_SEED = "torch.random.initial_seed()"
 SETTINGS = {**_CALLED, **_FLAGS}
 """What a setting is now, by the words for it."""
 _BY_FUNCTION = {id(function): name for name, function in SETTINGS.items()}
@@ -63,6 +65,8 @@ OF_CALLS = frozenset({GRADIENTS, "torch.is_inference_mode_enabled()"})
 
 def setting_called(function: object) -> str | None:
     """Return which setting a function of torch's in C tells."""
+    if getattr(function, "__self__", None) is torch.default_generator:
+        return _SEED if getattr(function, "__name__", "") == torch.initial_seed.__name__ else None
     return _BY_FUNCTION.get(id(function))
 
 

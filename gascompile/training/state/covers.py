@@ -60,6 +60,8 @@ class Covers:
         self.parameters = list(model.parameters())
         place_of = {(id(held), leaf): (held, leaf, held[leaf]) for _, (held, leaf) in places(model)}
         self._places = list(place_of.values())
+        self._names = self._names_of_now()
+        self._asked = self._asked_of_now()
         self._look()
         self._handles = [
             module.register_state_dict_post_hook(_with_values) for module in self.modules
@@ -89,7 +91,7 @@ class Covers:
             OpenStepError: a gradient was computed outside of the step.
             UnsupportedOpError: the model has changed.
         """
-        if not self._is_as_seen():
+        if not self._is_as_seen() or self._asked_of_now() != self._asked:
             self._require_same()
         # Asked in Python, each tensor would answer by a function of torch's.
         with torch._C.DisableTorchFunctionSubclass():
@@ -112,12 +114,29 @@ class Covers:
             not same
             or count - none != len(self._places)
             or list(self._model.modules()) != self.modules
+            or self._names_of_now() != self._names
+            or self._asked_of_now() != self._asked
         ):
             raise UnsupportedOpError(
                 f"{type(self._model).__name__} has other modules, parameters or buffers than the step was made for; "
                 "close the step, change the model and the optimizer, and compile a new one"
             )
         self._look()
+
+    def _names_of_now(self) -> list[list[str]]:
+        """Return the names of parameters and buffers, of those that are ``None``, too."""
+        return [list(table) for m in self.modules for table in (m._parameters, m._buffers)]
+
+    def _asked_of_now(self) -> list[object]:
+        """Return what a loss may ask of buffers and no cover answers for."""
+        having = [m for m in self.modules if m._buffers]
+        with torch._C.DisableTorchFunctionSubclass():
+            wanting = [
+                buffer is not None and buffer.requires_grad
+                for m in having
+                for buffer in m._buffers.values()
+            ]
+        return [wanting, *(set(m._non_persistent_buffers_set) for m in having)]
 
     def _look(self) -> None:
         """Take note of all that modules are made of, so that the next look takes little."""

@@ -59,7 +59,7 @@ class Cover:
         self.holder, self.life, self.wait, self.settle = holder, life(), wait, settle
         self.name, self.tensor = name, tensor
         self._like, self._value, self._assign = like, value, assign
-        self._own = type(tensor)
+        self.own = type(tensor)
         self._shell: torch.Tensor | None = None
         """Has the tensor's own memory while the step is open."""
         self._copy: weakref.ref[torch.Tensor] | None = None
@@ -72,9 +72,9 @@ class Cover:
 
     def put(self) -> None:
         """Let the model's tensor be open."""
-        kind = _open_kind(self._own)
+        kind = _open_kind(self.own)
         shell = _made(kind, self, self._like, (), requires_grad=self.tensor.requires_grad)
-        self._swap(shell, kind, self._own)
+        self._swap(shell, kind, self.own)
         self.tensor.__dict__.update(_cover=self, _views=())
         self._shell = shell
 
@@ -87,7 +87,7 @@ class Cover:
             requires_grad = self.tensor.requires_grad
         for key in ("_cover", "_views"):
             self.tensor.__dict__.pop(key, None)
-        self._swap(shell, self._own, _open_kind(self._own))
+        self._swap(shell, self.own, _open_kind(self.own))
         if self.tensor.requires_grad != requires_grad:
             self.tensor.requires_grad_(requires_grad)
 
