@@ -127,7 +127,7 @@ class Scaled(nn.Module):
 
 def test_numbers_change_between_calls(tmp_path: Path) -> None:
     model = Scaled().eval()
-    options = {"budget": "1MiB", "machine": "cpu-nvme", "cache_dir": tmp_path}
+    options: dict[str, Any] = {"budget": "1MiB", "machine": "cpu-nvme", "cache_dir": tmp_path}
     compiled = torch.compile(model, backend=dynamo.backend, options=options)
     with torch.no_grad():
         for scale in (1.0, 0.5, 0.1, 0.5, 3.0):
