@@ -184,6 +184,9 @@ class _Exported(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+        # The flag stands for nothing: the graph is as it was exported, and eval() is refused.
+        for part in self.modules():
+            part.training = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)

@@ -241,11 +241,13 @@ def _compile(
 
 
 def _repeat(job: _Job, repeat: int) -> Any:
+    import torch
+
     from gascompile.core.progress import task
 
     outputs = None
     for number in range(repeat):
-        with task(f"Run {number + 1} of {repeat}"):
+        with task(f"Run {number + 1} of {repeat}"), torch.no_grad():
             outputs = job.compiled(*job.args, **job.kwargs)
         report = job.compiled.last_run
         assert report is not None
