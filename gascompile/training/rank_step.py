@@ -17,6 +17,7 @@ from torch import fx, nn
 from gascompile.bundles.content import require_same_files
 from gascompile.bundles.reuse import CachedPlan
 from gascompile.core import serial
+from gascompile.core.content import content_of
 from gascompile.core.errors import (
     DeviceError,
     GASCompileError,
@@ -211,7 +212,7 @@ class RankStep:
         """
         drawn, is_equal = self._draws.of(unit.graph_module, batch), self._policy == "equal"
         own = drawn.rows if is_equal else num_rows(batch)
-        options = [tensor.tolist() for tensor in hyper]
+        options = [[str(tensor.dtype), serial.raw_digest(content_of(tensor))] for tensor in hyper]
         marked = self._marks.get(unit.graph_module)
         if marked is None:
             marked = sequence_of(unit.program), number_of_ops(unit.program)
