@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ class GasTrainer(Trainer):
         self._budget = budget
         self._step_options = own_options(step_options, "the trainer's own arguments")
         self._step: TrainingStep | None = None
+        self._compiled_for: tuple[float, bool] | None = None
         self._planned: _PlannedOptimizer | None = None
         _require_followed(self)
 
@@ -124,6 +126,7 @@ class GasTrainer(Trainer):
             arguments = self.args
             if arguments.max_grad_norm > 0:
                 _require_all_trained(self.model, self._planned.planned)
+            self._compiled_for = self._compiled()
             self._step = compile_step(
                 self.model,
                 self._traced_loss(),
@@ -133,6 +136,11 @@ class GasTrainer(Trainer):
                 accumulate=arguments.gradient_accumulation_steps,
                 max_grad_norm=arguments.max_grad_norm if arguments.max_grad_norm > 0 else None,
                 **{"grad_norm": True, **self._step_options},
+            )
+        if self._compiled() != self._compiled_for:
+            raise UnsupportedOpError(
+                "max_grad_norm, compute_loss_func or label_smoother has changed while train() runs, and they are part "
+                "of the planned step; set them before train()"
             )
         updates: bool = self.accelerator.gradient_state.sync_gradients
         return self._step(batch, updates=updates)
@@ -167,10 +175,18 @@ class GasTrainer(Trainer):
 
     def _traced_loss(self) -> Any:
         """Return the loss of a batch as a function that holds no more of the trainer than it needs."""
-        is_own = type(self).compute_loss is Trainer.compute_loss
-        if is_own and self.compute_loss_func is None and self.label_smoother is None:
+        if self._takes_models_loss():
             return _ModelLoss(takes_number=bool(self.model_accepts_loss_kwargs))
-        return _TrainersLoss(self)
+        # An argument, as what this package's own code reads is not looked for: a user's methods read the trainer.
+        return partial(_trainers_loss, self)
+
+    def _takes_models_loss(self) -> bool:
+        is_own = type(self).compute_loss is Trainer.compute_loss
+        return is_own and self.compute_loss_func is None and self.label_smoother is None
+
+    def _compiled(self) -> tuple[float, bool]:
+        """Return what a step is compiled for once, where ``Trainer`` looks at each batch."""
+        return float(self.args.max_grad_norm or 0.0), self._takes_models_loss()
 
     def _is_scaled(self, num_items_in_batch: torch.Tensor | int | None) -> bool:
         """Return whether a loss is a share of its update's already, by the rule of ``Trainer``."""
@@ -210,19 +226,14 @@ class _ModelLoss:
         return _share(loss, batch)
 
 
-class _TrainersLoss:
-    """The loss that a trainer computes by methods or functions of a user's."""
-
-    def __init__(self, trainer: GasTrainer) -> None:
-        self.trainer = trainer
-
-    def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
-        number = batch["num_items_in_batch"]
-        inputs = dict(batch["inputs"])
-        # Of the class: in an evaluation the trainer's own leads here.
-        compute_loss: Any = type(self.trainer).compute_loss
-        loss: torch.Tensor = compute_loss(self.trainer, model, inputs, num_items_in_batch=number)
-        return _share(loss, batch)
+def _trainers_loss(trainer: GasTrainer, model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
+    """Return the loss that a trainer computes by methods or functions of a user's."""
+    number = batch["num_items_in_batch"]
+    inputs = dict(batch["inputs"])
+    # Of the class: in an evaluation the trainer's own leads here.
+    compute_loss: Any = type(trainer).compute_loss
+    loss: torch.Tensor = compute_loss(trainer, model, inputs, num_items_in_batch=number)
+    return _share(loss, batch)
 
 
 def _share(loss: torch.Tensor, batch: Mapping[str, Any]) -> torch.Tensor:

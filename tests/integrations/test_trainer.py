@@ -153,6 +153,79 @@ def test_losses_are_the_trainers(
         torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-7)
 
 
+class Weighed(Trainer):
+    """Loss by what the trainer, its state and its arguments say at each batch."""
+
+    weight = 1.0
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **options: Any) -> Any:
+        found = super().compute_loss(model, inputs, *args, **options)
+        weight = 3.0 if self.state.global_step > 1 else 1.0
+        weight *= self.weight * self.args.own_weight * (1 + int(self.state.epoch or 0))
+        return (found[0] * weight, found[1]) if isinstance(found, tuple) else found * weight
+
+
+class PlannedWeighed(GasTrainer, Weighed):
+    """The same, planned."""
+
+
+class Weighing(TrainerCallback):
+    """Changes what the loss is multiplied by."""
+
+    trainer: Any = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        args.own_weight = 1.0 + state.global_step / 8
+        self.trainer.weight = 2.0 if state.global_step == 3 else 1.0
+
+
+def test_losses_follow_the_trainer_that_computes_them(tmp_path: Path) -> None:
+    runs = []
+    for kind, own in ((Weighed, {}), (PlannedWeighed, {"budget": BUDGET})):
+        callback = Weighing()
+        options = {"optim": "sgd", "learning_rate": 0.05}
+        trainer = made(kind, tmp_path / kind.__name__, options, callbacks=[callback], **own)
+        callback.trainer, trainer.args.own_weight = trainer, 1.0
+        trainer.train()
+        runs.append(trainer)
+    eager, planned = runs
+    assert len({row["loss"] for row in logged(eager) if "loss" in row}) > 4
+    for found, expected in zip(logged(planned), logged(eager), strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+    assert_same_weights(planned.model, eager.model)
+
+
+class Changing(TrainerCallback):
+    """Changes what is part of a planned step."""
+
+    trainer: Any = None
+
+    def __init__(self, change: Callable[[Any], None]) -> None:
+        self.change = change
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.change(self.trainer)
+
+
+def clip(trainer: Any) -> None:
+    trainer.args.max_grad_norm = 0.5
+
+
+def replace_loss(trainer: Any) -> None:
+    trainer.compute_loss_func = lambda outputs, labels, **_: outputs.logits.sum()
+
+
+@pytest.mark.parametrize("change", [clip, replace_loss])
+def test_changes_of_what_is_planned_are_refused(
+    change: Callable[[Any], None], tmp_path: Path
+) -> None:
+    callback = Changing(change)
+    trainer = made(GasTrainer, tmp_path, budget=BUDGET, callbacks=[callback])
+    callback.trainer = trainer
+    with pytest.raises(UnsupportedOpError, match="max_grad_norm, compute_loss_func"):
+        trainer.train()
+
+
 class Looking(TrainerCallback):
     """Looks at the step while it is open, and stops the run by an error."""
 
