@@ -161,7 +161,8 @@ class Weighed(Trainer):
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **options: Any) -> Any:
         found = super().compute_loss(model, inputs, *args, **options)
         weight = 3.0 if self.state.global_step > 1 else 1.0
-        weight *= self.weight * self.args.own_weight * (1 + int(self.state.epoch or 0))
+        own: Any = self.args
+        weight *= self.weight * own.own_weight * (1 + int(self.state.epoch or 0))
         return (found[0] * weight, found[1]) if isinstance(found, tuple) else found * weight
 
 
