@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 import torch
@@ -61,6 +62,72 @@ def test_who_takes_the_rows_that_they_had_is_given_the_same_again() -> None:
     for _ in range(12):
         balance.learn([0.8, 1.6], [8, 8])
     assert balance.rows == [11, 5]
+
+
+def _steps_until(balance: Balance, wanted: list[int], row_s: list[float], steps: int) -> int | None:
+    """Return after how many steps, of so many seconds a row, rows were those wanted; they are so at the end."""
+    for step in range(steps):
+        times_s = [time_s * count for time_s, count in zip(row_s, balance.rows, strict=True)]
+        balance.learn(times_s, balance.rows)
+        if balance.rows == wanted:
+            return step + 1
+    return None
+
+
+def test_a_row_too_many_on_half_a_core_is_seen_by_more_steps_and_within_ten_of_slowing() -> None:
+    balance = Balance([18, 18])
+    # As measured while one rank's core was taken: a little less than twice as slow, then a little more.
+    assert _steps_until(balance, [24, 12], [0.38, 0.76], 3) == 3
+    assert _steps_until(balance, [25, 11], [0.362, 0.804], 10) == 6
+    # It was worth it, and is as good as it gets: nothing changes any more.
+    assert _steps_until(balance, [24, 12], [0.362, 0.804], 40) is None
+    assert balance.rows == [25, 11]
+
+
+def test_small_changes_that_did_not_make_steps_shorter_are_taken_back_for_good() -> None:
+    balance = Balance([24, 12])
+    assert _steps_until(balance, [25, 11], [0.362, 0.804], 6) == 6
+    # The plan for other rows may be a slower one: here steps take what they took, or more.
+    assert _steps_until(balance, [24, 12], [0.39, 0.80], 6) == 6
+    assert _steps_until(balance, [25, 11], [0.362, 0.804], 60) is None
+    # Until one is much slower.
+    assert _steps_until(balance, [28, 8], [0.3, 1.0], 3) == 3
+    assert _steps_until(balance, [27, 9], [0.3, 0.88], 6) == 6
+
+
+def test_small_steps_are_not_planned_anew_for_a_small_gain_before_they_took_half_a_minute() -> None:
+    balance = Balance([24, 12])
+    assert _steps_until(balance, [25, 11], [0.00362, 0.00804], 1000) == 311  # of 0.0965 s
+    assert _steps_until(balance, [24, 12], [0.00362, 0.00804], 1000) is None
+
+
+def test_one_step_of_six_may_be_disturbed_and_two_may_not() -> None:
+    for disturbed, wanted in ((1, [25, 11]), (2, [24, 12])):
+        balance = Balance([24, 12])
+        for step in range(6):
+            row_s = [0.45, 0.804] if step < disturbed else [0.362, 0.804]
+            balance.learn([24 * row_s[0], 12 * row_s[1]], [24, 12])
+        assert balance.rows == wanted
+
+
+@given(st.integers(0, 1 << 30), st.floats(0.4, 2.5))
+def test_noise_leaves_rows_near_the_best(seed: int, slower: float) -> None:
+    draw = random.Random(seed)
+    balance = Balance([16, 16])
+    changes = 0
+    for _ in range(120):
+        times_s = [
+            own * time_s * draw.lognormvariate(0, 0.03)
+            for own, time_s in zip(balance.rows, (0.5, 0.5 * slower), strict=True)
+        ]
+        changes += balance.learn(times_s, balance.rows)
+
+    def step_s(rows: list[int]) -> float:
+        return max(rows[0], rows[1] * slower)
+
+    best = min(step_s([count, 32 - count]) for count in range(1, 32))
+    assert step_s(balance.rows) <= 1.06 * best
+    assert changes <= 6
 
 
 @given(st.integers(1, 6), st.integers(0, 1 << 16), st.integers(0, 1 << 20))
