@@ -39,7 +39,7 @@ from gascompile.core.checks.machine import source_warnings
 from gascompile.core.config import CompileConfig
 from gascompile.core.errors import FormatError, InfeasiblePlanError, PlanVerificationError
 from gascompile.core.machine import Machine
-from gascompile.core.model_libraries import register_pytrees, set_recorders
+from gascompile.core.model_libraries import register_pytrees, set_at_first_call
 from gascompile.core.plan import Plan
 from gascompile.core.program import Program
 from gascompile.core.progress import task
@@ -129,7 +129,7 @@ class Job:
     def entry(self, args: Args, kwargs: Kwargs, checkpoint: Checkpoint | None) -> CachedPlan:
         """Return the place in the cache of the plan for one input signature, and of its capture."""
         register_pytrees()
-        set_recorders(self.model, kwargs)
+        set_at_first_call(self.model, kwargs)
         printed = module_print(self.model)
         prints = self.fingerprint(args, kwargs, checkpoint, printed)
         traced = serial.digest([prints[part] for part in CAPTURED])

@@ -63,7 +63,7 @@ class ModelLibrary(Protocol):
         """Return the folder of a model that has a name in the library's collection; raises ``CheckpointError``."""
         ...
 
-    def set_recorders(self, model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    def set_at_first_call(self, model: nn.Module, kwargs: Mapping[str, Any]) -> None:
         """Set what the library itself sets on a model at the first call like this one."""
         ...
 
@@ -128,10 +128,10 @@ def rebuild_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def set_recorders(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+def set_at_first_call(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
     """Set what libraries themselves set on their models at the first call like this one."""
     for library in model_libraries():
-        library.set_recorders(model, kwargs)
+        library.set_at_first_call(model, kwargs)
 
 
 def methods(cls: type) -> dict[str, Callable[..., Any]]:

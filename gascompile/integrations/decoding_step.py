@@ -16,7 +16,8 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from gascompile.integrations.cache_argument import cache_argument
-from gascompile.integrations.fixed_cache import FixedLayer, cache_shapes, empty_past
+from gascompile.integrations.fixed_cache import cache_shapes, empty_past
+from gascompile.integrations.fixed_layer import FixedLayer
 
 
 class DecodingStep(nn.Module):

@@ -6,18 +6,17 @@ window, so results are those of a cache that grows. How much is there is a tenso
 
 from __future__ import annotations
 
-import mmap
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx._pytree import register_pytree_flatten_spec
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import (
     Cache,
-    CacheLayerMixin,
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -27,6 +26,7 @@ from gascompile.capture.calls import register_flat
 from gascompile.capture.fake_twin import fake_twin
 from gascompile.core.errors import UnsupportedOpError
 from gascompile.integrations.cache_argument import cache_argument
+from gascompile.integrations.fixed_layer import SPARE, FixedLayer, lasting_past, longer_past
 
 
 class FixedCache(Cache):
@@ -57,10 +57,12 @@ class FixedCache(Cache):
     ) -> FixedCache:
         """Return a cache that holds nothing yet and has room for ``size`` tokens of so many rows."""
         keys, values = (
-            [_lasting_past(kind, size + _SPARE, rows) for kind in kinds]
+            [lasting_past(kind, size + SPARE, rows) for kind in kinds]
             for kinds in zip(*like, strict=True)
         )
-        cache = FixedCache(torch.tensor(0), _length(size), keys, values)
+        with torch.inference_mode(mode=False):
+            position = torch.tensor(0)
+        cache = FixedCache(position, _length(size), keys, values)
         _known[id(cache.position)] = cache
         return cache
 
@@ -88,7 +90,18 @@ class FixedCache(Cache):
     @property
     def size(self) -> int:
         """Tokens that it has room for."""
-        return int(self._fixed[0].keys.shape[-2]) - _SPARE
+        return int(self._fixed[0].keys.shape[-2]) - SPARE
+
+    @property
+    def rows(self) -> int:
+        """Texts that it holds."""
+        return int(self._fixed[0].keys.shape[0])
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, None]]:
+        """Give keys and values of each layer, of the tokens that it holds, as a cache that grows does."""
+        for layer in self._fixed:
+            end = self._num_tokens
+            yield layer.keys[:, :, :end], layer.values[:, :, :end], None
 
     @property
     def num_bytes(self) -> int:
@@ -187,8 +200,8 @@ class FixedCache(Cache):
             return
         size = 1 << (needed - 1).bit_length()
         for layer in self._fixed:
-            layer.keys = _longer(layer.keys, size + _SPARE)
-            layer.values = _longer(layer.values, size + _SPARE)
+            layer.keys = longer_past(layer.keys, size + SPARE)
+            layer.values = longer_past(layer.values, size + SPARE)
 
     def advance(self, num_tokens: int) -> None:
         """Count the tokens of a call that has been made."""
@@ -221,83 +234,12 @@ class FixedCache(Cache):
 
 _STEP = 64
 """Positions that calls look at are multiples of this, or all."""
-_SPARE = 1
-"""Positions that nothing is written to: a program in which all might be looked at holds for that alone."""
 
 
 def _length(size: int) -> torch.Tensor:
     """Return a tensor that says nothing but its length."""
-    return torch.zeros(size, dtype=torch.int8)
-
-
-def _lasting_past(like: torch.Tensor, length: int, rows: int) -> torch.Tensor:
-    """Return ``empty_past`` in memory that comes when it is written to: a large cache costs what its text does."""
-    _, heads, _, width = like.shape
-    count = rows * heads * length * width
-    size_bytes = count * like.dtype.itemsize
-    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=like.dtype, count=count).view(rows, heads, length, width)
-
-
-def _longer(past: torch.Tensor, length: int) -> torch.Tensor:
-    longer = _lasting_past(past, length, past.shape[0])
-    longer[:, :, : past.shape[2]] = past
-    return longer
-
-
-class FixedLayer(CacheLayerMixin):
-    """Keys and values of one layer, as long as the whole cache."""
-
-    is_sliding = False
-    is_croppable = True
-    keys: torch.Tensor
-    values: torch.Tensor
-    window: int | None = None
-    """Positions that a call looks at; ``None`` for all."""
-    at: torch.Tensor | None = None
-    """Where the call at hand writes, if that is known; ``positions`` says it, too."""
-
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, position: torch.Tensor) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.keys = keys
-        self.values = values
-        self.is_initialized = True
-        self._position = position
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing: the tensors are there from the start."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new keys and values at their positions and return those that the call looks at."""
-        del args, kwargs
-        positions, self.at = self.at, None
-        if positions is None:
-            positions = self.positions(key_states)
-        self.keys.index_copy_(2, positions, key_states)
-        self.values.index_copy_(2, positions, value_states)
-        if self.window is None:
-            return self.keys, self.values
-        return self.keys.narrow(2, 0, self.window), self.values.narrow(2, 0, self.window)
-
-    def positions(self, key_states: torch.Tensor) -> torch.Tensor:
-        """Return where keys of new tokens go, ``[tokens]``."""
-        return torch.arange(key_states.shape[-2], device=key_states.device) + self._position
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the length of the keys and the position of the first."""
-        del query_length
-        return self.get_max_length(), 0
-
-    def get_seq_length(self) -> Any:
-        """Return how many tokens were there before this call, as a tensor."""
-        return self._position
-
-    def get_max_length(self) -> int:
-        """Return how many tokens a call looks at."""
-        # A size that is open stays so while a program is captured.
-        return self.keys.shape[-2] if self.window is None else self.window
+    with torch.inference_mode(mode=False):
+        return torch.zeros(size, dtype=torch.int8)
 
 
 def cache_shapes(lm: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -314,7 +256,12 @@ def cache_shapes(lm: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     cache = DynamicCache(config=lm.config)
     with mode, torch.no_grad():
         tokens = torch.zeros(1, 2, dtype=torch.long)
-        twin(input_ids=tokens, use_cache=True, **{cache_argument(twin.forward): cache})
+        try:
+            twin(input_ids=tokens, use_cache=True, **{cache_argument(twin.forward): cache})
+        except DataDependentOutputException as error:
+            raise UnsupportedOpError(
+                f"{type(lm).__name__} decides by values what it computes ({error}), which no plan does for all calls"
+            ) from error
     layers: list[Any] = cache.layers
     for i, layer in enumerate(layers):
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) or layer.keys is None:

@@ -179,7 +179,11 @@ def _past_of(compiled: Any) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
 def _forward(
     compiled: Any, cache: FixedCache, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call the model with a cache of fixed size, in pieces where it has several tokens."""
+    """Call the model with a cache of fixed size, in pieces where it has several tokens.
+
+    Raises:
+        PlanMismatchError: the call has no tokens, or other rows than the cache.
+    """
     ids: Any = kwargs.get("input_ids")
     sized = ids if ids is not None else kwargs.get("inputs_embeds")
     if sized is None:
@@ -188,6 +192,13 @@ def _forward(
         # Loops that say what goes without saying meet the plans of those that do not.
         kwargs.pop("return_dict", None)
     rows, num_tokens = sized.shape[:2]
+    if num_tokens == 0:
+        raise PlanMismatchError("a call with a cache has a token at least that the cache lacks")
+    if rows != cache.rows:
+        raise PlanMismatchError(
+            f"the call has {rows} rows and the cache holds {cache.rows}; its batch_repeat_interleave and "
+            "batch_select_indices give it others"
+        )
     cache.make_room(num_tokens)
     if args or not is_cut(compiled, kwargs):
         call = with_masks(compiled, kwargs, rows, num_tokens)

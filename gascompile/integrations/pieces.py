@@ -33,11 +33,13 @@ _MORE = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 def is_cut(compiled: Any, kwargs: Mapping[str, Any]) -> bool:
     """Return whether pieces can be cut out of a call, and their results be put together."""
-    mask = kwargs.get("attention_mask")
+    mask, keep = kwargs.get("attention_mask"), kwargs.get("logits_to_keep")
     return (
         kwargs.get("input_ids") is not None
         and {name for name, value in kwargs.items() if value is not None} <= KNOWN
         and (mask is None or (isinstance(mask, torch.Tensor) and mask.dim() == 2))
+        # Others than so many of the last tokens may lie in any piece.
+        and (keep is None or (isinstance(keep, int) and keep >= 0))
         and not any(getattr(compiled.config.get_text_config(), name, False) for name in _MORE)
     )
 

@@ -1,5 +1,6 @@
 """Hugging Face transformers as a model library: the hooks that the core asks, each where its work is done."""
 
+from gascompile.integrations.first_call import set_at_first_call
 from gascompile.integrations.generate import methods
 from gascompile.integrations.hub import fetch
 from gascompile.integrations.huggingface import (
@@ -11,7 +12,6 @@ from gascompile.integrations.huggingface import (
 )
 from gascompile.integrations.huggingface import is_model_directory as is_directory
 from gascompile.integrations.lost_buffers import rebuild_buffers
-from gascompile.integrations.recorders import set_recorders
 from gascompile.integrations.weight_names import with_model_names
 
 __all__ = [
@@ -24,6 +24,6 @@ __all__ = [
     "register_ops",
     "register_pytrees",
     "register_types",
-    "set_recorders",
+    "set_at_first_call",
     "with_model_names",
 ]

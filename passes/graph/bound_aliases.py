@@ -34,13 +34,25 @@ def bound_aliases(
 
 def may_share_memory(node: torch.fx.Node, argument: torch.fx.Node) -> bool:
     """Return whether what an op returns may be an argument of it, or a view of one."""
-    return _may_return_a_view(node.target) or _shares_memory(node, argument)
+    return _may_return_a_view(node, argument) or _shares_memory(node, argument)
 
 
-def _may_return_a_view(target: object) -> bool:
-    if isinstance(target, torch._ops.OpOverload):
-        return any(value.alias_info is not None for value in target._schema.returns)
-    return target is operator.getitem
+def _may_return_a_view(node: torch.fx.Node, argument: torch.fx.Node) -> bool:
+    """Return whether an op's schema says so: of ``copy_``, for what it writes to and not for what it reads."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return target is operator.getitem
+    kinds = [value.alias_info for value in target._schema.returns]
+    returned = set().union(*(kind.before_set for kind in kinds if kind is not None))
+    if not returned:
+        return False
+    for position, spec in enumerate(target._schema.arguments):
+        if spec.alias_info is not None and not returned.isdisjoint(spec.alias_info.before_set):
+            positional = node.args[position] if position < len(node.args) else None
+            value = node.kwargs.get(spec.name, positional)
+            if value is argument or (isinstance(value, (list, tuple)) and argument in value):
+                return True
+    return False
 
 
 def _shares_memory(node: torch.fx.Node, argument: torch.fx.Node) -> bool:

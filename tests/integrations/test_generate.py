@@ -6,7 +6,7 @@ import copy
 import logging
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,26 +22,13 @@ from gascompile.core.errors import (
     PlanMismatchError,
     UnsupportedOpError,
 )
-from gascompile.integrations import fixed_cache
+from gascompile.integrations import fixed_layer
 from gascompile.integrations.generation import Generator
 from tests.allocator import peak_growth_bytes
 from tests.integrations import generation_table as table
 from tests.integrations.generation_table import DECODERS, HELD, MODES, OTHERS, made, past_of, text
 
 Compiled = Callable[..., Any]
-
-
-@pytest.fixture
-def compiled(run_cache: Path) -> Iterator[Compiled]:
-    found: list[Any] = []
-
-    def compile_it(model: Any, budget: str = "16MiB") -> Any:
-        found.append(gascompile.compile(model, budget, machine="cpu-nvme", cache_dir=run_cache))
-        return found[-1]
-
-    yield compile_it
-    for one in found:
-        one.close()
 
 
 def both(model: Any, it: Any, ids: torch.Tensor, **options: Any) -> tuple[Any, Any]:
@@ -145,7 +132,7 @@ def test_the_cache_is_part_of_the_budget(
     it = compiled(model, f"{least}")
     wanted, found = both(model, it, text(1, 100))
     assert torch.equal(found, wanted)
-    monkeypatch.setattr(fixed_cache, "mmap", SimpleNamespace(mmap=map_memory, **flags))
+    monkeypatch.setattr(fixed_layer, "mmap", SimpleNamespace(mmap=map_memory, **flags))
     taken = peak_growth_bytes(lambda: it.generate(text(1, 100), max_new_tokens=3, do_sample=False))
     assert taken + sum(mapped) + it.plan.arena_bytes["cpu"] <= least
     assert sum(mapped) >= 2 * 2 * 2 * 256 * 8 * 4

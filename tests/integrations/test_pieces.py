@@ -15,7 +15,8 @@ from transformers.masking_utils import (
 )
 
 from benchmarks.anonymous import anonymous_bytes
-from gascompile.integrations.fixed_cache import FixedCache, FixedLayer, cache_shapes
+from gascompile.integrations.fixed_cache import FixedCache, cache_shapes
+from gascompile.integrations.fixed_layer import FixedLayer
 from gascompile.integrations.pieces import token_mask
 from tests.integrations.generation_table import HELD
 

@@ -172,6 +172,7 @@ class _Numbers:
         Raises:
             KeptError: it is an earlier call's, and may be another one at each.
         """
+        node = _written(node)
         if self._call_of.get(node, self._call) != self._call and self._is_tainted(node):
             raise KeptError(
                 f"a later call uses what an earlier one computed from its inputs{_line(node)}"
@@ -214,6 +215,21 @@ def _split(
         begin = end + 1
     assert begin == len(leaves), "a trace returns what its calls return"
     return ends
+
+
+def _written(node: fx.Node) -> fx.Node:
+    """Return the tensor that ops in place have returned, as they write to it: a trace names it by the latest of them.
+
+    That one may be a later call's, where what an earlier call was given is returned.
+    """
+    while (schema := getattr(node.target, "_schema", None)) is not None:
+        returns = [value.alias_info for value in schema.returns]
+        written = written_arguments(node)
+        is_in_place = len(returns) == len(written) == 1 and returns[0] and returns[0].is_write
+        if not is_in_place:
+            break
+        (node,) = written
+    return node
 
 
 def _makes_up(target: Any) -> bool:

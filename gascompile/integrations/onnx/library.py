@@ -59,7 +59,7 @@ def fetch(name: str, revision: str | None = None) -> Path:
     raise CheckpointError(f"{name[:1000]!r} is no ONNX file here")
 
 
-def set_recorders(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+def set_at_first_call(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
     """Modules of graphs set nothing at their first call."""
 
 
