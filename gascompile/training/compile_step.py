@@ -14,6 +14,7 @@ from gascompile.core.budget import Budget
 from gascompile.core.config import CompileConfig
 from gascompile.core.errors import DeviceError, UnsupportedOpError
 from gascompile.core.machine import Machine
+from gascompile.core.model_libraries import set_at_first_call
 from gascompile.distributed.ranks import Ranks
 from gascompile.distributed.stage_ops import is_pipeline
 from gascompile.machines.admission import admit
@@ -146,6 +147,7 @@ def compile_step(
             is_pipeline=ranks is not None and is_pipeline(mesh),
         )
         optimizer = _ruled(model, loss_fn, optimizer, settings)
+        set_at_first_call(model, {})
         together = _together(ranks, model, loss_fn, optimizer, rows, settings)
         config = CompileConfig.of(
             cache_dir,

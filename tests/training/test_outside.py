@@ -114,6 +114,38 @@ def test_a_teacher_stays_what_it_is_and_has_no_gradients(tmp_path: Path) -> None
     assert all(parameter.grad is None for parameter in teacher.parameters())
 
 
+class Moves(nn.Module):
+    """Moves a table to the device of its input at each call, as rotary embeddings do, and keeps what it is there."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer, self.table, self.dtype = nn.Linear(WIDTH, WIDTH), torch.rand(WIDTH), dtype
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.table = self.table.to(x.device, self.dtype).contiguous()
+        scale: Any = self.scale
+        scale.copy_(torch.where(x.sum() > 0, self.table, scale))
+        found: torch.Tensor = self.layer(x) * scale * self.table.float()
+        return found
+
+
+def test_a_table_that_is_moved_where_it_is_stays_what_it_is(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Moves(torch.float32)
+    table = model.table
+    trial = Trial(model, lambda m, b: functional.cross_entropy(m(b[0]), b[1]), batches(4), tmp_path)
+    trial.planned().assert_equals(trial.eager())
+    assert model.table is table
+
+
+def test_a_table_that_each_call_converts_anew_is_refused(tmp_path: Path) -> None:
+    model = Moves(torch.float64)
+    with pytest.raises(CaptureError):
+        compiled(model, lambda m, b: functional.cross_entropy(m(b[0]), b[1]), tmp_path)
+    assert model.table.dtype is torch.float32
+
+
 def test_values_are_read_at_every_step(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, scale = network(), torch.tensor(1.0)

@@ -24,6 +24,12 @@ from gascompile.training.capture.constant_values import ConstantValues
 from gascompile.training.state.aliasing import Storages, ViewLayout, named_tensors, places
 from gascompile.training.state.open_tensors import OpenTensor
 
+_TAKING = frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("to", "cpu", "contiguous", "float", "double", "half", "bfloat16")
+)
+"""What gives the tensor itself where there is nothing to do."""
+
 
 class TraceSubstitutes:
     """Knows the real tensors of a model by identity and by memory, and what was found beside them."""
@@ -141,15 +147,32 @@ class _Substitution(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func in _TAKING and self._is_real(args[0]) and _gives_back(func, args, kwargs or {}):
+            # The very tensor, as in eager: models keep what they get of it, as rotary tables, and trace it again.
+            return args[0]
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._substitute, (args, kwargs or {}))
         args, kwargs = self._casts.of(func, (args, kwargs))
         return self._constants.call(func, args, kwargs)
 
     def _substitute(self, tensor: torch.Tensor) -> torch.Tensor:
-        if (
+        if not self._is_real(tensor):
+            return tensor
+        return self._of.of(tensor, self._traced, self._known)
+
+    @staticmethod
+    def _is_real(tensor: torch.Tensor) -> bool:
+        return not (
             isinstance(tensor, (FakeTensor, FunctionalTensor))
             or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
             or tensor.is_meta
-        ):
-            return tensor
-        return self._of.of(tensor, self._traced, self._known)
+        )
+
+
+def _gives_back(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a conversion of a real tensor is none."""
+    others = pytree.tree_leaves((args[1:], kwargs))
+    if any(isinstance(value, torch.Tensor) for value in others) or isinstance(args[0], OpenTensor):
+        return False
+    with torch.utils._python_dispatch._disable_current_modes():
+        one = args[0].detach()
+        return func(one, *args[1:], **kwargs) is one
