@@ -122,3 +122,27 @@ def test_a_model_without_an_op(tmp_path: Path) -> None:
     x = torch.ones(3)
     compiled = gascompile.compile(Nothing(), "1MiB", machine="emulated", cache_dir=tmp_path)
     assert torch.equal(compiled(x), x)
+
+
+@pytest.mark.parametrize(("begin", "end", "step"), [(-99, -99, -1), (-99, -99, -3), (9, 0, -2)])
+def test_sizes_are_taken_backwards_as_values_are(
+    begin: int, end: int, step: int, tmp_path: Path
+) -> None:
+    nodes = [node("Shape", ["x"], ["s"]), node("Slice", ["s", "b", "e", "a", "t"], ["y"])]
+    ends = (("b", begin), ("e", end), ("a", 0), ("t", step))
+    numbers = [constant(name, [number]) for name, number in ends]
+    file = build(nodes, [value("x", [2, 3, 4])], [value("y", ["n"], 7)], numbers, tmp_path / "m.onnx")  # fmt: skip
+    x = torch.zeros(2, 3, 4)
+    assert torch.equal(onnx_module(file)(x), by_runtime(file, x)[0])
+
+
+@pytest.mark.parametrize("of_sizes", [False, True])
+def test_backwards_without_an_end_is_refused(of_sizes: bool, tmp_path: Path) -> None:
+    """In onnxruntime that is all up to the first value, and by ONNX's own rules nothing."""
+    given = "s" if of_sizes else "x"
+    nodes = [node("Shape", ["x"], ["s"]), node("Slice", [given, "b", "e", "a", "b"], ["y"])]
+    numbers = [constant("b", [-1]), constant("e", [2**63 - 1]), constant("a", [0])]
+    outputs = [value("y", ["n"] if of_sizes else ["n", 4], 7 if of_sizes else 1)]
+    file = build(nodes, [value("x", [3, 4])], outputs, numbers, tmp_path / "m.onnx")
+    with pytest.raises(UnsupportedOpError, match="goes backwards to 9223372036854775807"):
+        onnx_module(file)(torch.ones(3, 4))
