@@ -146,3 +146,32 @@ def test_backwards_without_an_end_is_refused(of_sizes: bool, tmp_path: Path) -> 
     file = build(nodes, [value("x", [3, 4])], outputs, numbers, tmp_path / "m.onnx")
     with pytest.raises(UnsupportedOpError, match="goes backwards to 9223372036854775807"):
         onnx_module(file)(torch.ones(3, 4))
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_the_sign_of_nan_is_nan(kind: torch.dtype, tmp_path: Path) -> None:
+    number = onnx.helper.np_dtype_to_tensor_dtype(torch.zeros(1, dtype=kind).numpy().dtype)
+    ends = [value(name, [19], number) for name in "xy"]
+    file = build([node("Sign", ["x"], ["y"])], ends[:1], ends[1:], [], tmp_path / "m.onnx")
+    x = torch.linspace(-1, 1, 19, dtype=kind)
+    x[::4] = NAN
+    torch.testing.assert_close(onnx_module(file)(x), by_runtime(file, x)[0], equal_nan=True)
+
+
+@pytest.mark.parametrize("limits", [(NAN, 0.5), (-0.5, NAN), (NAN, NAN), (0.5, -0.5), (-0.5, INF)])
+@pytest.mark.parametrize("computed", [False, True])
+def test_a_limit_that_is_nan_is_none(
+    limits: tuple[float, float], computed: bool, tmp_path: Path
+) -> None:
+    nodes = [node("Clip", ["x", "low", "high"], ["y"])]
+    held = [constant(n, v, torch.float32) for n, v in zip(("low", "high"), limits, strict=True)]
+    if computed:
+        # The last values of the input are its limits.
+        nodes[:0] = [node("Gather", ["x", "last"], ["low"]), node("Gather", ["x", "end"], ["high"])]
+        held = [constant("last", -2), constant("end", -1)]
+    file = build(nodes, [value("x", [11])], [value("y", [11])], held, tmp_path / "m.onnx")
+    x = torch.tensor([NAN, -INF, INF, *torch.linspace(-1, 1, 6), *limits])
+    torch.testing.assert_close(onnx_module(file)(x), by_runtime(file, x)[0], equal_nan=True)
