@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import gascompile
-from gascompile.core.errors import UnsupportedOpError
+from gascompile.cli import app
+from gascompile.core.errors import CheckpointError, UnsupportedOpError
 from gascompile.integrations.onnx.translate import onnx_module
 from gascompile.weights.onnx_file import weight_name
 
@@ -33,7 +35,7 @@ def node(op: str, inputs: list[str], outputs: list[str], **attributes: Any) -> A
     return onnx.helper.make_node(op, inputs, outputs, **attributes)
 
 
-def value(name: str, shape: list[Any], kind: int = 1) -> Any:
+def value(name: str, shape: list[Any] | None, kind: int = 1) -> Any:
     return onnx.helper.make_tensor_value_info(name, kind, shape)
 
 
@@ -175,3 +177,46 @@ def test_a_limit_that_is_nan_is_none(
     file = build(nodes, [value("x", [11])], [value("y", [11])], held, tmp_path / "m.onnx")
     x = torch.tensor([NAN, -INF, INF, *torch.linspace(-1, 1, 6), *limits])
     torch.testing.assert_close(onnx_module(file)(x), by_runtime(file, x)[0], equal_nan=True)
+
+
+@pytest.mark.parametrize("has_type", [False, True])
+def test_an_output_needs_no_shape(has_type: bool, tmp_path: Path) -> None:
+    output = value("y", None) if has_type else onnx.ValueInfoProto(name="y")
+    weight = constant("w", torch.randn(8, 8).tolist(), torch.float32)
+    nodes = [node("MatMul", ["x", "w"], ["y"])]
+    whole = build(nodes, [value("x", ["b", 8])], [output], [weight], tmp_path / "w.onnx")
+    file = tmp_path / "m.onnx"
+    onnx.save(onnx.load(whole), file, save_as_external_data=True, size_threshold=0)
+    compiled = gascompile.compile(file, "1MiB", machine="emulated", cache_dir=tmp_path / "cache")
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(compiled(x), by_runtime(file, x)[0])
+    compiled.close()
+    planned = tmp_path / "planned.onnx"
+    options = ["--budget", "1MiB", "--machine", "emulated", "--cache-dir", str(tmp_path / "cache")]
+    done = CliRunner().invoke(app, ["plan", str(file), "--onnx", str(planned), *options])
+    assert done.exit_code == 0, done.output
+    torch.testing.assert_close(by_runtime(planned, x)[0], by_runtime(file, x)[0])
+
+
+@pytest.mark.parametrize("shape", [None, ["b", 8]])
+@pytest.mark.parametrize("kind", ["link", "several names"])
+def test_links_to_data_are_refused(shape: list[Any] | None, kind: str, tmp_path: Path) -> None:
+    weight = constant("w", torch.randn(8, 8).tolist(), torch.float32)
+    ends = [value("x", ["b", 8]), value("y", shape)]
+    whole = build([node("MatMul", ["x", "w"], ["y"])], ends[:1], ends[1:], [weight], tmp_path / "w.onnx")  # fmt: skip
+    file, data = tmp_path / "m.onnx", tmp_path / "m.data"
+    onnx.save(onnx.load(whole), file, save_as_external_data=True, size_threshold=0, location=data.name)  # fmt: skip
+    if kind == "link":
+        data.rename(tmp_path / "other")
+        data.symlink_to("other")
+    else:
+        (tmp_path / "other").hardlink_to(data)
+    with pytest.raises(CheckpointError, match="link"):
+        onnx_module(file)
+
+
+def test_an_input_without_a_shape_is_refused(tmp_path: Path) -> None:
+    ends = [value("x", None), value("y", None)]
+    file = build([node("Relu", ["x"], ["y"])], ends[:1], ends[1:], [], tmp_path / "m.onnx")
+    with pytest.raises(UnsupportedOpError, match="the input 'x' is FLOAT of the shape None"):
+        onnx_module(file)
