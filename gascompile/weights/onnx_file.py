@@ -19,6 +19,7 @@ from gascompile.core import serial
 from gascompile.core.errors import CheckpointError, first_line_of
 from gascompile.core.files import is_file, open_regular
 from gascompile.core.sources import Extent, FileStamp, WeightSource
+from gascompile.weights.onnx_check import check_graph, has_shapes
 from gascompile.weights.opening import opened
 
 if TYPE_CHECKING:
@@ -142,8 +143,11 @@ def _proto(file: Path) -> tuple[Any, os.stat_result, str]:
         raw = stream.read()
         try:
             proto = onnx.ModelProto.FromString(raw)
-            # By its path: where external data lies is checked, too.
-            onnx.checker.check_model(str(file))
+            if has_shapes(proto):
+                # By its path: where external data lies is checked, too.
+                onnx.checker.check_model(str(file))
+            else:
+                check_graph(proto)
         except (DecodeError, onnx.checker.ValidationError, ValueError, RuntimeError) as error:
             raise _damaged(file, error) from error
     return proto, stat, serial.raw_digest(raw)
@@ -261,6 +265,11 @@ def _beside(file: Path, location: str, name: str) -> Path:
     if not is_file(path):
         raise CheckpointError(
             f"{file} keeps {name} in {ascii(location)[:200]}, which is not there; put it beside the model"
+        )
+    # onnx refuses these where it checks a file by its path.
+    if (file.parent / relative).is_symlink() or path.stat().st_nlink > 1:
+        raise CheckpointError(
+            f"{file}: {ascii(location)[:200]} is a link, or a file of several names; put the file itself there"
         )
     return path
 

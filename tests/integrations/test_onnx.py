@@ -95,6 +95,7 @@ CASES: list[tuple[str, dict[str, Any], list[Any]]] = [
     ("Reshape", {}, ints(s=[0, -1])), ("Reshape", {"allowzero": 1}, ints(s=[4, 6])),
     ("Slice", {}, ints(b=[-1], e=[-9], a=[2], s=[-2])), ("Slice", {}, ints(b=[0, 1], e=[9, -1], a=[0, -1])),
     ("Slice", {}, ints(b=[9], e=[-(2**63)], a=[2], s=[-1])), ("Slice", {}, ints(b=[-99], e=[2**63 - 1], a=[1], s=[2])),
+    ("Slice", {}, ints(b=[-99, 99], e=[-99, -2], a=[2, 0], s=[-1, -1])),
     ("Gather", {"axis": 1}, ints(i=[-1, 0])), ("Gather", {"axis": -1}, ints(i=-2)),
     ("Unsqueeze", {}, ints(a=[-1, 0])), ("Pad", {}, [*ints(p=[0, 1, -1, 0, 2, 1]), constant("v", 3.5, torch.float32)]),
     ("Pad", {}, [*ints(p=[1, 2]), constant("v", 1.0, torch.float32), *ints(a=[-1])]),

@@ -175,6 +175,30 @@ class Inverse(nn.Module):
         return found
 
 
+class Returns(nn.Module):
+    """Returns what is no tensor beside one."""
+
+    def __init__(self, *, size: bool) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        return {"double": 2 * x, "others": [None, x.shape[0] if self.size else 7]}
+
+
+@pytest.mark.parametrize("size", [False, True])
+def test_an_output_that_is_no_tensor_is_named(size: bool, tmp_path: Path) -> None:
+    what = "a size" if size else "the constant 7"
+    shapes = {"x": {0: torch.export.Dim("rows", min=2, max=8)}}
+    with pytest.raises(
+        UnsupportedOpError, match=rf"'others\.1' of Returns is {what}.*torch\.tensor"
+    ):
+        gascompile.export(
+            Returns(size=size), tmp_path / "m.onnx", {"x": torch.ones(3, 4)}, dynamic_shapes=shapes
+        )
+    assert not files(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("model", "says"),
     [

@@ -28,7 +28,7 @@ FLOATS = {
     "x": X, "other": [3, 1], "image": IMAGE, "rows": [2, 3, 5, 8], "kernel": [6, 8, 3, 3], "line": [6, 4, 3],
     "bias": [6], "c8": [8], "c4": [4], "square": [4, 4], "matrix": [5, 4], "vector": [4], "batches": [2, 4, 5],
     "queries": [2, 4, 5, 8], "keys": [2, 4, 6, 8], "few": [2, 2, 6, 8], "mask": [2, 1, 5, 6], "depth": [8, 1, 3, 3],
-    "flat": [6, 4],
+    "flat": [6, 4], "single": [],
 }  # fmt: skip
 NUMBERS = {
     "a0": [0], "a1": [1], "last": [-1], "to": [4, 6], "wide": [2, 2, 3, 4], "two": [2, 1],
@@ -69,7 +69,7 @@ NODES: list[tuple[str, str, dict[str, Any]]] = [
     ("Attention", "queries keys keys flags4", {}), ("Attention", "queries keys keys", {"is_causal": 1}),
     ("ArgMin", "x", {"axis": 0}), ("Dropout", "x", {}), ("Greater", "x other", {}), ("LessOrEqual", "x other", {}),
     ("Min", "x other", {}), ("Sum", "x other x", {}), ("Or", "flags flags", {}), ("Xor", "flags flags", {}),
-    ("Size", "x", {}), ("Shape", "x", {}),
+    ("Clip", "x single", {}), ("Size", "x", {}), ("Shape", "x", {}),
 ]  # fmt: skip
 
 

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import gascompile
-from gascompile.core.errors import UnsupportedOpError
+from gascompile.cli import app
+from gascompile.core.errors import CheckpointError, UnsupportedOpError
 from gascompile.integrations.onnx.translate import onnx_module
 from gascompile.weights.onnx_file import weight_name
 
@@ -33,7 +35,7 @@ def node(op: str, inputs: list[str], outputs: list[str], **attributes: Any) -> A
     return onnx.helper.make_node(op, inputs, outputs, **attributes)
 
 
-def value(name: str, shape: list[Any], kind: int = 1) -> Any:
+def value(name: str, shape: list[Any] | None, kind: int = 1) -> Any:
     return onnx.helper.make_tensor_value_info(name, kind, shape)
 
 
@@ -122,3 +124,99 @@ def test_a_model_without_an_op(tmp_path: Path) -> None:
     x = torch.ones(3)
     compiled = gascompile.compile(Nothing(), "1MiB", machine="emulated", cache_dir=tmp_path)
     assert torch.equal(compiled(x), x)
+
+
+@pytest.mark.parametrize(("begin", "end", "step"), [(-99, -99, -1), (-99, -99, -3), (9, 0, -2)])
+def test_sizes_are_taken_backwards_as_values_are(
+    begin: int, end: int, step: int, tmp_path: Path
+) -> None:
+    nodes = [node("Shape", ["x"], ["s"]), node("Slice", ["s", "b", "e", "a", "t"], ["y"])]
+    ends = (("b", begin), ("e", end), ("a", 0), ("t", step))
+    numbers = [constant(name, [number]) for name, number in ends]
+    file = build(nodes, [value("x", [2, 3, 4])], [value("y", ["n"], 7)], numbers, tmp_path / "m.onnx")  # fmt: skip
+    x = torch.zeros(2, 3, 4)
+    assert torch.equal(onnx_module(file)(x), by_runtime(file, x)[0])
+
+
+@pytest.mark.parametrize("of_sizes", [False, True])
+def test_backwards_without_an_end_is_refused(of_sizes: bool, tmp_path: Path) -> None:
+    """In onnxruntime that is all up to the first value, and by ONNX's own rules nothing."""
+    given = "s" if of_sizes else "x"
+    nodes = [node("Shape", ["x"], ["s"]), node("Slice", [given, "b", "e", "a", "b"], ["y"])]
+    numbers = [constant("b", [-1]), constant("e", [2**63 - 1]), constant("a", [0])]
+    outputs = [value("y", ["n"] if of_sizes else ["n", 4], 7 if of_sizes else 1)]
+    file = build(nodes, [value("x", [3, 4])], outputs, numbers, tmp_path / "m.onnx")
+    with pytest.raises(UnsupportedOpError, match="goes backwards to 9223372036854775807"):
+        onnx_module(file)(torch.ones(3, 4))
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_the_sign_of_nan_is_nan(kind: torch.dtype, tmp_path: Path) -> None:
+    number = onnx.helper.np_dtype_to_tensor_dtype(torch.zeros(1, dtype=kind).numpy().dtype)
+    ends = [value(name, [19], number) for name in "xy"]
+    file = build([node("Sign", ["x"], ["y"])], ends[:1], ends[1:], [], tmp_path / "m.onnx")
+    x = torch.linspace(-1, 1, 19, dtype=kind)
+    x[::4] = NAN
+    torch.testing.assert_close(onnx_module(file)(x), by_runtime(file, x)[0], equal_nan=True)
+
+
+@pytest.mark.parametrize("limits", [(NAN, 0.5), (-0.5, NAN), (NAN, NAN), (0.5, -0.5), (-0.5, INF)])
+@pytest.mark.parametrize("computed", [False, True])
+def test_a_limit_that_is_nan_is_none(
+    limits: tuple[float, float], computed: bool, tmp_path: Path
+) -> None:
+    nodes = [node("Clip", ["x", "low", "high"], ["y"])]
+    held = [constant(n, v, torch.float32) for n, v in zip(("low", "high"), limits, strict=True)]
+    if computed:
+        # The last values of the input are its limits.
+        nodes[:0] = [node("Gather", ["x", "last"], ["low"]), node("Gather", ["x", "end"], ["high"])]
+        held = [constant("last", -2), constant("end", -1)]
+    file = build(nodes, [value("x", [11])], [value("y", [11])], held, tmp_path / "m.onnx")
+    x = torch.tensor([NAN, -INF, INF, *torch.linspace(-1, 1, 6), *limits])
+    torch.testing.assert_close(onnx_module(file)(x), by_runtime(file, x)[0], equal_nan=True)
+
+
+@pytest.mark.parametrize("has_type", [False, True])
+def test_an_output_needs_no_shape(has_type: bool, tmp_path: Path) -> None:
+    output = value("y", None) if has_type else onnx.ValueInfoProto(name="y")
+    weight = constant("w", torch.randn(8, 8).tolist(), torch.float32)
+    nodes = [node("MatMul", ["x", "w"], ["y"])]
+    whole = build(nodes, [value("x", ["b", 8])], [output], [weight], tmp_path / "w.onnx")
+    file = tmp_path / "m.onnx"
+    onnx.save(onnx.load(whole), file, save_as_external_data=True, size_threshold=0)
+    compiled = gascompile.compile(file, "1MiB", machine="emulated", cache_dir=tmp_path / "cache")
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(compiled(x), by_runtime(file, x)[0])
+    compiled.close()
+    planned = tmp_path / "planned.onnx"
+    options = ["--budget", "1MiB", "--machine", "emulated", "--cache-dir", str(tmp_path / "cache")]
+    done = CliRunner().invoke(app, ["plan", str(file), "--onnx", str(planned), *options])
+    assert done.exit_code == 0, done.output
+    torch.testing.assert_close(by_runtime(planned, x)[0], by_runtime(file, x)[0])
+
+
+@pytest.mark.parametrize("shape", [None, ["b", 8]])
+@pytest.mark.parametrize("kind", ["link", "several names"])
+def test_links_to_data_are_refused(shape: list[Any] | None, kind: str, tmp_path: Path) -> None:
+    weight = constant("w", torch.randn(8, 8).tolist(), torch.float32)
+    ends = [value("x", ["b", 8]), value("y", shape)]
+    whole = build([node("MatMul", ["x", "w"], ["y"])], ends[:1], ends[1:], [weight], tmp_path / "w.onnx")  # fmt: skip
+    file, data = tmp_path / "m.onnx", tmp_path / "m.data"
+    onnx.save(onnx.load(whole), file, save_as_external_data=True, size_threshold=0, location=data.name)  # fmt: skip
+    if kind == "link":
+        data.rename(tmp_path / "other")
+        data.symlink_to("other")
+    else:
+        (tmp_path / "other").hardlink_to(data)
+    with pytest.raises(CheckpointError, match="link"):
+        onnx_module(file)
+
+
+def test_an_input_without_a_shape_is_refused(tmp_path: Path) -> None:
+    ends = [value("x", None), value("y", None)]
+    file = build([node("Relu", ["x"], ["y"])], ends[:1], ends[1:], [], tmp_path / "m.onnx")
+    with pytest.raises(UnsupportedOpError, match="the input 'x' is FLOAT of the shape None"):
+        onnx_module(file)

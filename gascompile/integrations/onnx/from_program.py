@@ -131,15 +131,17 @@ def exported_program(program: Program) -> ExportedProgram:
             inputs.append(InputSpec(kind, TensorArgument(node.name), name, persistent=True))
         else:
             inputs.append(InputSpec(InputKind.USER_INPUT, _input_argument(node), None))
+    out_spec = pytree.treespec_loads(program.out_spec)
+    returned = zip(output_names(out_spec), graph.output_node().args[0], strict=True)  # type: ignore[arg-type]
     outputs = [
-        OutputSpec(OutputKind.USER_OUTPUT, _output_argument(value), None)
-        for value in graph.output_node().args[0]  # type: ignore[union-attr]
+        OutputSpec(OutputKind.USER_OUTPUT, _output_argument(program.name, name, value), None)
+        for name, value in returned
     ]
     signature = ModuleCallSignature(
         inputs=[],
         outputs=[],
         in_spec=pytree.treespec_loads(program.in_spec),
-        out_spec=pytree.treespec_loads(program.out_spec),
+        out_spec=out_spec,
     )
     return ExportedProgram(
         root=program.graph_module,
@@ -160,14 +162,16 @@ def _input_argument(node: torch.fx.Node) -> Any:
     return ConstantArgument(name=node.name, value=value)
 
 
-def _output_argument(value: Any) -> Any:
-    if not isinstance(value, torch.fx.Node):
-        return ConstantArgument(name="", value=value)
-    if not isinstance(value.meta.get("val"), torch.Tensor):
-        raise UnsupportedOpError(
-            f"the model returns the number '{value.name}', which is no tensor; an ONNX graph returns tensors alone"
-        )
-    return TensorArgument(value.name)
+def _output_argument(model: str, name: str, value: Any) -> Any:
+    if isinstance(value, torch.fx.Node) and isinstance(value.meta.get("val"), torch.Tensor):
+        return TensorArgument(value.name)
+    if value is None:
+        return ConstantArgument(name="", value=None)
+    what = "a size" if isinstance(value, torch.fx.Node) else f"the constant {ascii(value)[:100]}"
+    raise UnsupportedOpError(
+        f"the output '{name}' of {model} is {what}, and an ONNX graph returns tensors alone; leave it out, or return a "
+        "number as torch.tensor(number)"
+    )
 
 
 def _ranges(program: Program) -> dict[Any, Any]:

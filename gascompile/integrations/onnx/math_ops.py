@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -79,12 +80,33 @@ def modulo(a: Value, b: Value, *, fmod: int = 0) -> Tensor:
     return torch.fmod(x, y) if fmod else torch.remainder(x, y)
 
 
-def clip(x: Tensor, low: Tensor | None = None, high: Tensor | None = None) -> Tensor:
-    """Between two limits, each of which may be missing."""
-    if low is None and high is None:
-        return x
-    ends = {n: tensor(v) for n, v in (("min", low), ("max", high)) if v is not None}
-    return torch.clamp(x, **ends)
+def sign(x: Value) -> Tensor:
+    """Minus one, zero or one; NaN stays NaN."""
+    data = tensor(x)
+    found = torch.sign(data)
+    # Torch's of NaN is zero, as is onnxruntime's of the smaller floats.
+    if data.dtype not in (torch.float32, torch.float64):
+        return found
+    return torch.where(torch.isnan(data), data, found)
+
+
+def clip(x: Tensor, low: Any = None, high: Any = None) -> Tensor:
+    """Between two limits, each of which may be missing; one that is NaN is none, as in onnxruntime."""
+    ends = {
+        name: _limit(value, none)
+        for name, value, none in (("min", low, -math.inf), ("max", high, math.inf))
+        if value is not None and not (isinstance(value, float) and math.isnan(value))
+    }
+    return torch.clamp(x, **ends) if ends else x
+
+
+def _limit(value: Any, none: float) -> Any:
+    if isinstance(value, (int, float)):
+        return value
+    limit = tensor(value)
+    if not limit.is_floating_point():
+        return limit
+    return torch.nan_to_num(limit, nan=none, posinf=math.inf, neginf=-math.inf)
 
 
 def cast(x: Value, *, to: str, saturate: int = 1) -> Value:
@@ -195,7 +217,11 @@ def reducer(
 
 
 def arg(name: str) -> Callable[..., Tensor]:
-    """Return the op of torch's that finds the first largest or smallest value."""
+    """Return the op of torch's that finds the first largest or smallest value.
+
+    NaN is larger and smaller than all others, as in numpy and ONNX's own evaluator. To onnxruntime it is so where it
+    comes first, and nothing elsewhere, which would take five ops for what models do not ask of it.
+    """
 
     def op(x: Tensor, *, axis: int = 0, keepdims: int = 1, select_last_index: int = 0) -> Tensor:
         if select_last_index:

@@ -19,6 +19,7 @@ from gascompile.integrations.onnx.outline_pointwise import (
     gelu,
     laid_out,
     leaky_relu,
+    nan_to_num,
     to,
     where,
 )
@@ -63,6 +64,7 @@ __all__ = [
     "leaky_relu",
     "linear",
     "matmul",
+    "nan_to_num",
     "permute",
     "repeat",
     "reshape",

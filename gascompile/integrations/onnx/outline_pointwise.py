@@ -130,4 +130,6 @@ def _of_one(name: str, leaf: str) -> Callable[..., Outline]:
     return run
 
 
-gelu, leaky_relu, elu = (_of_one(name, name) for name in ("gelu", "leaky_relu", "elu"))
+gelu, leaky_relu, elu, nan_to_num = (
+    _of_one(name, name) for name in ("gelu", "leaky_relu", "elu", "nan_to_num")
+)

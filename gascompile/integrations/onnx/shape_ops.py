@@ -26,6 +26,8 @@ else:
 
 _MOST_SIZES = 4096
 """Of a list; files that double one again and again would fill memory."""
+_NO_END = (2**31 - 1, 2**63 - 1)
+"""What a range ends at that has all that follows."""
 
 
 def shape(x: Value, *, start: int = 0, end: int | None = None) -> Value:
@@ -146,7 +148,7 @@ def pad(
 def slice_(
     x: Value, starts: Value, ends: Value, axes: Value | None = None, steps: Value | None = None
 ) -> Value:
-    """Ranges along axes, as Python's slices."""
+    """Ranges along axes, forwards as Python's slices."""
     begins, stops = sizes(starts, "starts"), sizes(ends, "ends")
     strides = sizes(steps, "steps") if steps is not None else [1] * len(begins)
     rank = 1 if isinstance(x, list) else tensor(x).dim()
@@ -154,23 +156,32 @@ def slice_(
     if not len(begins) == len(stops) == len(dims) == len(strides):
         raise UnsupportedOpError("its starts, ends, axes and steps are not of one length")
     for begin, stop, dim, step in zip(begins, stops, dims, strides, strict=True):
-        if isinstance(x, list):
-            x = x[begin:stop:step]
-        elif step > 0:
-            x = torch.ops.aten.slice.Tensor(tensor(x), dim, begin, stop, step)
+        if step > 0:
+            x = (
+                x[begin:stop:step] if isinstance(x, list)
+                else torch.ops.aten.slice.Tensor(tensor(x), dim, begin, stop, step)
+            )  # fmt: skip
+        elif isinstance(x, list):
+            first, end = _backwards(len(x), begin, stop)
+            x = [x[at] for at in range(first, end, step)]
         else:
-            x = _backwards(tensor(x), dim, begin, stop, step)
+            first, end = _backwards(tensor(x).shape[dim], begin, stop)
+            x = torch.index_select(tensor(x), dim, torch.arange(first, end, step))
     return x
 
 
-def _backwards(x: torch.Tensor, dim: int, begin: Any, stop: Any, step: int) -> torch.Tensor:
-    length = x.shape[dim]
+def _backwards(length: Any, begin: Any, stop: Any) -> tuple[int, int]:
+    """Return where a range begins that goes backwards, and where it ends: at most there, at least before the first."""
     if not all(isinstance(n, int) for n in (length, begin, stop)):
         raise UnsupportedOpError("it goes backwards through a dimension that is not constant")
-    # Where ONNX says "before the first", Python's slices say nothing.
+    if stop in _NO_END and length:
+        raise UnsupportedOpError(
+            f"it goes backwards to {stop}, which onnxruntime takes for the first value and ONNX itself for the last"
+        )
+    # Other than in Python's slices, what begins before the first value has that one.
+    begin = min(max(begin + length if begin < 0 else begin, 0), length - 1)
     stop = max(stop + length if stop < 0 else stop, -1)
-    begin = min(max(begin + length if begin < 0 else begin, -1), length - 1)
-    return torch.index_select(x, dim, torch.arange(begin, min(stop, begin), step))
+    return begin, min(stop, begin)
 
 
 def gather(data: Value, indices: Value, *, axis: int = 0) -> Value:

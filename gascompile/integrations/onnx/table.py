@@ -36,19 +36,19 @@ def _negative(x: Any) -> Any:
 _UNARY: Final[Mapping[str, str]] = {
     "Abs": "abs", "Ceil": "ceil", "Cos": "cos", "Erf": "erf", "Exp": "exp", "Floor": "floor", "IsNaN": "isnan",
     "Log": "log", "Not": "logical_not", "Reciprocal": "reciprocal", "Relu": "relu", "Round": "round",
-    "Sigmoid": "sigmoid", "Sign": "sign", "Sin": "sin", "Sqrt": "sqrt", "Tanh": "tanh",
+    "Sigmoid": "sigmoid", "Sin": "sin", "Sqrt": "sqrt", "Tanh": "tanh",
 }  # fmt: skip
 
 OPS: Final[Mapping[str, Op]] = {
     **{name: Op(m.unary(torch_name)) for name, torch_name in _UNARY.items()},
-    "HardSwish": Op(m.hard_swish), "Softplus": Op(m.softplus),
+    "HardSwish": Op(m.hard_swish), "Softplus": Op(m.softplus), "Sign": Op(m.sign),
     "Add": Op(m.binary("add", operator.add)), "Sub": Op(m.binary("sub", operator.sub)),
     "Mul": Op(m.binary("mul", operator.mul)), "Div": Op(m.divide), "Mod": Op(m.modulo),
     "Pow": Op(m.power, (1,)), "And": Op(m.binary("logical_and")), "Or": Op(m.binary("logical_or")),
     "Xor": Op(m.binary("logical_xor")), "Equal": Op(m.binary("eq", operator.eq)),
     "Less": Op(m.binary("lt")), "LessOrEqual": Op(m.binary("le")), "Greater": Op(m.binary("gt")),
     "GreaterOrEqual": Op(m.binary("ge")), "Max": Op(m.many("maximum")), "Min": Op(m.many("minimum")),
-    "Sum": Op(m.many("add")), "Neg": Op(_negative), "Identity": Op(lambda x: x), "Clip": Op(m.clip),
+    "Sum": Op(m.many("add")), "Neg": Op(_negative), "Identity": Op(lambda x: x), "Clip": Op(m.clip, (1, 2)),
     "Cast": Op(m.cast), "Softmax": Op(m.softmax), "LogSoftmax": Op(m.log_softmax), "Gelu": Op(m.gelu),
     "LeakyRelu": Op(m.leaky_relu), "Elu": Op(m.elu), "MatMul": Op(m.binary("matmul")), "Gemm": Op(m.gemm),
     "Einsum": Op(m.einsum), "ArgMax": Op(m.arg("argmax")), "ArgMin": Op(m.arg("argmin")),
