@@ -35,10 +35,10 @@ class _Runs:
 
     def __init__(self, setting: Setting) -> None:
         self._folder, self.is_toy = setting.folder, setting.toy
-        # Rows that two cores share by halves and one and a half by thirds: of 32 either rank has a row of 32 too many,
-        # 3 % of the ideal step. A rank's share of the 48 MB of gradients and parameters costs about 0.08 s of a core
-        # whatever its rows are: of a step of 3,000 tokens on half a core that is 8 %, of one of 12,000 it is 2 %.
-        self.total, self.tokens = (6, 16) if setting.toy else (36, 340)
+        # The ideal takes fractions of a row: of 36 rows one is up to 4 % of the half core's step, of 72 it is 2 %. A
+        # rank's share of the 48 MB of gradients and parameters costs about 0.08 s of a core whatever its rows are: of
+        # a step of 3,000 tokens on half a core that is 8 %, of one of 12,000 it is 2 %.
+        self.total, self.tokens = (6, 16) if setting.toy else (72, 170)
         self.slow_at = 3 if setting.toy else 6
         self._task = {
             "model": "gpt2",

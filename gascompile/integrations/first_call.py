@@ -6,6 +6,7 @@ their training. A plan computes the same at each call, so all that is there befo
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -69,7 +70,9 @@ def _set_long_tables(library: Any, model: nn.Module) -> None:
         for layer, kind in of_layers.items():
             name = "long_inv_freq" if layer is None else f"{layer}_long_inv_freq"
             if kind == "longrope" and not hasattr(module, name):
-                setattr(module, name, _long_table(library, module, layer))
+                # Where settings lack something, the call itself says so.
+                with contextlib.suppress(AttributeError, KeyError, TypeError):
+                    setattr(module, name, _long_table(library, module, layer))
 
 
 def _long_table(library: Any, module: Any, layer: str | None) -> torch.Tensor:
