@@ -19,11 +19,11 @@ _FINE_WORTH = 1.02
 """Of how much shorter it has to become by the middle of more steps. [Empirical] Of 72 rows one too many on half a core
 is 2 to 4 % of a step, which three steps don't show; where steps differ by 3 %, rows change once or twice by it and end,
 like those of 3 %, 1.4 % from the ideal in the mean of 1,500 drawn pairs of ranks."""
-_MORE = 6
+_MORE = 5
 """Steps with the same rows by which that is decided, and judged, or as many as take ``_LEAST_S``."""
 _LEAST_S = 30.0
 """Planning for other rows takes 5 to 10 s, which small steps would not save for a long time."""
-_FEW = 6
+_FEW = 5
 """One of so many steps may show the opposite, as something disturbed it."""
 
 

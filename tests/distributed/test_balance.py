@@ -78,7 +78,7 @@ def test_a_row_too_many_on_half_a_core_is_seen_by_more_steps_and_within_ten_of_s
     balance = Balance([18, 18])
     # As measured while one rank's core was taken: a little less than twice as slow, then a little more.
     assert _steps_until(balance, [24, 12], [0.38, 0.76], 3) == 3
-    assert _steps_until(balance, [25, 11], [0.362, 0.804], 10) == 6
+    assert _steps_until(balance, [25, 11], [0.362, 0.804], 10) == 5
     # It was worth it, and is as good as it gets: nothing changes any more.
     assert _steps_until(balance, [24, 12], [0.362, 0.804], 40) is None
     assert balance.rows == [25, 11]
@@ -86,13 +86,13 @@ def test_a_row_too_many_on_half_a_core_is_seen_by_more_steps_and_within_ten_of_s
 
 def test_small_changes_that_did_not_make_steps_shorter_are_taken_back_for_good() -> None:
     balance = Balance([24, 12])
-    assert _steps_until(balance, [25, 11], [0.362, 0.804], 6) == 6
+    assert _steps_until(balance, [25, 11], [0.362, 0.804], 6) == 5
     # The plan for other rows may be a slower one: here steps take what they took, or more.
-    assert _steps_until(balance, [24, 12], [0.39, 0.80], 6) == 6
+    assert _steps_until(balance, [24, 12], [0.39, 0.80], 6) == 5
     assert _steps_until(balance, [25, 11], [0.362, 0.804], 60) is None
     # Until one is much slower.
     assert _steps_until(balance, [28, 8], [0.3, 1.0], 3) == 3
-    assert _steps_until(balance, [27, 9], [0.3, 0.88], 6) == 6
+    assert _steps_until(balance, [27, 9], [0.3, 0.88], 6) == 5
 
 
 def test_small_steps_are_not_planned_anew_for_a_small_gain_before_they_took_half_a_minute() -> None:
@@ -101,10 +101,10 @@ def test_small_steps_are_not_planned_anew_for_a_small_gain_before_they_took_half
     assert _steps_until(balance, [24, 12], [0.00362, 0.00804], 1000) is None
 
 
-def test_one_step_of_six_may_be_disturbed_and_two_may_not() -> None:
+def test_one_step_of_five_may_be_disturbed_and_two_may_not() -> None:
     for disturbed, wanted in ((1, [25, 11]), (2, [24, 12])):
         balance = Balance([24, 12])
-        for step in range(6):
+        for step in range(5):
             row_s = [0.45, 0.804] if step < disturbed else [0.362, 0.804]
             balance.learn([24 * row_s[0], 12 * row_s[1]], [24, 12])
         assert balance.rows == wanted
@@ -126,8 +126,8 @@ def test_noise_leaves_rows_near_the_best(seed: int, slower: float) -> None:
         return max(rows[0], rows[1] * slower)
 
     best = min(step_s([count, 32 - count]) for count in range(1, 32))
-    assert step_s(balance.rows) <= 1.06 * best
-    assert changes <= 6
+    assert step_s(balance.rows) <= 1.08 * best
+    assert changes <= 10
 
 
 @given(st.integers(1, 6), st.integers(0, 1 << 16), st.integers(0, 1 << 20))
