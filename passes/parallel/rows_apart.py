@@ -44,6 +44,12 @@ _DRAWS_LIKE = frozenset(
     }
 )  # fmt: skip
 """Ops that draw an element for each of their first operand's."""
+_FILLS = frozenset({"full", "new_full", "new_ones", "new_zeros", "ones", "scalar_tensor", "zeros"})
+"""Ops that fill what they make with one value."""
+_KEEPING = frozenset(
+    {"_to_copy", "alias", "clone", "expand", "lift_fresh_copy", "reshape", "unsqueeze", "view"}
+)
+"""Ops whose result has no values but those of their operand."""
 _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
 """By where their matrices begin among their arguments."""
 
@@ -59,11 +65,22 @@ def rows_apart(
         rows: two at least: of one row nobody could say which dimension it is.
         draws_by_rows: each row gets the random numbers that it would get alone.
     """
-    drawn = _drawn(graph) if draws_by_rows else None
+    drawn = drawn_alone(graph) if draws_by_rows else None
     return row_axes(graph, batch, rows, {}, partial(_keeps_apart, rows, drawn))
 
 
-def _drawn(graph: fx.Graph) -> set[fx.Node]:
+def uniform_alone(graph: fx.Graph) -> set[fx.Node]:
+    """Return what has one value everywhere, made of such values element by element."""
+    uniform: set[fx.Node] = set()
+    for node in graph.nodes:
+        sources, name = node.all_input_nodes, name_of(node.target)
+        keeps = is_pointwise(node.target) or name in _KEEPING
+        if name in _FILLS or (bool(sources) and keeps and uniform.issuperset(sources)):
+            uniform.add(node)
+    return uniform
+
+
+def drawn_alone(graph: fx.Graph) -> set[fx.Node]:
     """Return what is made of random numbers alone, element by element."""
     drawn: set[fx.Node] = set()
     for node in graph.nodes:
@@ -95,17 +112,17 @@ def _keeps_apart(
     if name in LOSSES and name.startswith("nll"):
         return of_rows == list(node.args[:2])
     if is_pointwise(node.target) or name in LOSSES:
-        return _is_even(others, axis, len(shape))
+        return is_even(others, axis, len(shape))
     if name in ("cat", "stack"):
         return not others
     if name in _PRODUCTS:
         left, right = node.args[_PRODUCTS[name] :][:2]
         both = len(shape) == 3 and axis.dim == 0
         bias = [operand for operand in operands if operand not in (left, right)]
-        return of_rows == ([left, right] if both else [left]) and _is_even(bias, axis, len(shape))
+        return of_rows == ([left, right] if both else [left]) and is_even(bias, axis, len(shape))
     if name == "_scaled_dot_product_flash_attention_for_cpu":
         is_whole = all(known[part] == Axis(0) for part in operands if part in node.args[:3])
-        return is_whole and axis.dim == 0 and _is_even(others, axis, len(shape))
+        return is_whole and axis.dim == 0 and is_even(others, axis, len(shape))
     if name == "embedding":
         return of_rows == [node.args[1]]
     if drawn is not None and name in _DRAWS_LIKE:
@@ -120,7 +137,13 @@ def _has_rows(known: Mapping[fx.Node, States], node: fx.Node) -> bool:
     return any(isinstance(state, Axis) for state in pytree.tree_leaves(known[node]))
 
 
-def _is_even(operands: Sequence[fx.Node], axis: Axis, rank: int) -> bool:
-    """Return whether operands without rows have one value for all of them where they are broadcast."""
+def is_even(operands: Sequence[fx.Node], axis: Axis, rank: int) -> bool:
+    """Return whether operands without rows have one value for all of them where they are broadcast.
+
+    Args:
+        operands: of an op of what has rows.
+        axis: of these, in the op's result.
+        rank: dimensions of that.
+    """
     places = [(shape_of(node), axis.dim - rank + len(shape_of(node))) for node in operands]
     return all(place < 0 or shape[place] == 1 for shape, place in places)

@@ -16,7 +16,7 @@ from gascompile.core.errors import UnsupportedOpError
 from gascompile.training.capture.joint import Joint, capture_joint
 from gascompile.training.capture.rank_loss import RankLoss
 from gascompile.training.planning.rank_means import require_mean
-from gascompile.training.planning.row_draws import with_a_row_more
+from gascompile.training.planning.row_draws import with_more_rows
 from tests.distributed import means_worker
 from tests.distributed.jobs import FilledOnce
 from tests.distributed.means_worker import CHANGED, COUNTED
@@ -76,6 +76,16 @@ MEANS: dict[str, Made] = {
     ).mean(),
     "dropout": lambda x, y: functional.mse_loss(functional.dropout(x, 0.3), y),
     "depth": lambda x, y: functional.mse_loss(x * (torch.rand(len(x), 1) < 0.7), y),
+    "as large as real": lambda x, _: functional.binary_cross_entropy_with_logits(
+        x, torch.ones(len(x), 6)
+    ),
+    "as small as false": lambda x, _: functional.mse_loss(x, x.new_ones(len(x), 6) * 0.9),
+    "one class": lambda x, _: functional.cross_entropy(x, torch.zeros(len(x), dtype=torch.long)),
+    "groups": lambda x, y: functional.mse_loss(functional.group_norm(x, 2), y),
+    "through ones": lambda x, _: x.square().sum() / torch.ones(len(x)).sum(),
+    "through a tensor": lambda x, _: x.square().sum() / torch.tensor(float(len(x))),
+    "class weights": lambda x, y: functional.cross_entropy(x, y.argmax(1), torch.arange(1.0, 7)),
+    "of features": lambda x, y: functional.mse_loss(x / x.shape[1], y * torch.arange(6.0)),
     "batch norm": lambda x, y: functional.mse_loss(
         functional.batch_norm(x, None, None, training=True), y
     ),
@@ -87,6 +97,11 @@ NONE: dict[str, Made] = {
     "beside a mean": lambda x, y: functional.mse_loss(x, y) + 0.1 * x.square().sum(),
     "the largest": lambda x, _: x.square().max(),
     "a deviation": lambda x, _: x.std(),
+    "by rows": lambda x, y: functional.mse_loss(x, y) * len(x),
+    "by rows, beside a mean": lambda x, y: x.abs().mean() + functional.mse_loss(x, y) / len(x),
+    "by a tensor": lambda x, y: functional.mse_loss(x, y) * torch.tensor(float(len(x))).sqrt(),
+    "by ones": lambda x, y: functional.mse_loss(x, y) * torch.ones(len(x)).sum(),
+    "by half the rows": lambda x, y: functional.mse_loss(x, y) * (len(x) // 2),
     "a root": lambda x, y: functional.mse_loss(x, y).sqrt(),
 }
 UNKNOWN: dict[str, Made] = {
@@ -96,6 +111,31 @@ UNKNOWN: dict[str, Made] = {
     "of places": lambda x, _: functional.mse_loss(x, torch.arange(6.0).expand(len(x), 6).cumsum(0)),
     "the first": lambda x, _: x[0].mean(),
     "squares of loads": lambda x, _: (x.softmax(1).mean(0) ** 2).sum(),
+    "by rows within": lambda x, y: functional.mse_loss(x / len(x), y),
+    "by a tensor of rows": lambda x, y: functional.mse_loss(x * torch.tensor(1.0 / len(x)), y),
+    "by what rows make": lambda x, y: functional.mse_loss(x * torch.ones(len(x)).sum(), y),
+    "sums as large as rows": lambda x, _: x[:, :1].expand(-1, len(x)).sum(1).square().mean(),
+    "times itself": lambda x, y: (loss := functional.mse_loss(x, y)) * loss,
+    "through itself": lambda x, y: (loss := x.square().mean()) / loss.detach() + y.mean(),
+    "a penalty by rows": lambda x, y: (
+        functional.mse_loss(x, y) + 0.1 / len(x) * NORMED.weight.square().sum()
+    ),
+    "added by rows": lambda x, y: torch.add(functional.mse_loss(x, y), x.mean(), alpha=len(x)),
+    "expanded": lambda x, y: functional.mse_loss(x, y).expand(len(x)).sum(),
+    "stacked": lambda x, y: torch.stack([functional.mse_loss(x, y)] * len(x)).sum(),
+    "to what rows are": lambda x, _: functional.mse_loss(x, torch.full((len(x), 6), 1 / len(x))),
+    "noise by rows": lambda x, y: functional.mse_loss(x + torch.randn(len(x), 6) / len(x), y),
+    "weights of a batch": lambda x, y: functional.cross_entropy(
+        x, y.argmax(1), y.softmax(1).mean(0)
+    ),
+    "positive weights of a batch": lambda x, y: (
+        functional.binary_cross_entropy_with_logits(
+            x, y.sigmoid(), pos_weight=y.sigmoid().mean(0), reduction="sum"
+        )
+        / len(x)
+    ),
+    "another op": lambda x, y: functional.mse_loss(x - y if len(x) > 5 else y - x, x),
+    "the first chunk": lambda x, _: x.split(5)[0].mean(),
     "unseen targets": lambda x, y: torch.ops.aten.nll_loss_nd(x, y.argmax(1), None, 1),
 }
 
@@ -106,7 +146,7 @@ def looked_at(made: Made, rows: int = 4) -> None:
     loss = RankLoss(lambda model, batch: made(model(batch[0]), batch[1]), 2)
 
     def more(batch: Any) -> tuple[Any, Joint]:
-        wide = with_a_row_more(batch)
+        wide = with_more_rows(batch)
         return wide, capture_joint(model, loss, wide)
 
     require_mean(capture_joint(model, loss, batch), batch, more, warns=True)
