@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from gascompile.passes.parallel.row_indices import constant_of
 from gascompile.passes.parallel.rows import SAME, UNKNOWN, Axis, State, States, name_of
 from gascompile.passes.parallel.rows_apart import drawn_alone, uniform_alone
 from gascompile.training.capture.means import MEANS, NLL, needed
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
     from gascompile.training.capture.joint import Joint
 
 _SIZES = {
-    "_reshape_alias": ("size", "stride"), "_unsafe_view": ("size",), "expand": ("size",), "full": ("size",),
-    "native_group_norm": ("N",), "new_full": ("size",), "new_ones": ("size",), "new_zeros": ("size",),
-    "ones": ("size",), "rand": ("size",), "randint": ("size",), "randn": ("size",), "reshape": ("shape",),
-    "view": ("size",), "zeros": ("size",),
+    "_reshape_alias": ("size", "stride"), "_unsafe_view": ("size",), "arange": ("end",), "expand": ("size",),
+    "full": ("size",), "native_group_norm": ("N",), "new_full": ("size",), "new_ones": ("size",),
+    "new_zeros": ("size",), "ones": ("size",), "rand": ("size",), "randint": ("size",), "randn": ("size",),
+    "reshape": ("shape",), "view": ("size",), "zeros": ("size",),
 }  # fmt: skip
 """Arguments of ops that are sizes of their operand or result."""
 
@@ -64,7 +65,8 @@ def following_rows(
         scaling: ops whose numbers may follow it.
     """
     graph, nodes, others = one.joint.graph_module.graph, one.nodes(), other.nodes()
-    free = drawn_alone(graph) | uniform_alone(graph)
+    looked_up = _by_own_number(graph, places)
+    free = drawn_alone(graph) | uniform_alone(graph) | needed(list(looked_up.values()))
     first = {node: number for number, node in enumerate(nodes)}
     second = {node: number for number, node in enumerate(others)}
     for node, its in itertools.zip_longest(nodes, others):
@@ -81,9 +83,26 @@ def following_rows(
         )
         if not is_same or not (is_free or _has_same_sizes(node, its, states, one.rows, other.rows)):
             return node, "follows the number of rows"
+        if node in looked_up and not _is_own_row(its, other.rows):
+            return node, "looks up other rows for another number of them"
         if not _is_same_value(one.joint.outside.get(node.name), other.joint.outside.get(its.name)):
             return node, "follows the number of rows"
     return None
+
+
+def _by_own_number(graph: fx.Graph, places: Mapping[fx.Node, States]) -> dict[fx.Node, fx.Node]:
+    """Return what looks up for each row what that has of a tensor, with the index that is the row's own number."""
+    looked_up = [node for node in graph.nodes if name_of(node.target) == "index"]
+    first: list[Any] = [_operands(node)[1] for node in looked_up]
+    pairs = zip(looked_up, first, strict=True)
+    return {
+        n: index for n, index in pairs if isinstance(places.get(n), Axis) and n.args[1][0] is index
+    }
+
+
+def _is_own_row(node: fx.Node, rows: int) -> bool:
+    numbers = constant_of(_operands(node)[1])
+    return numbers is not None and torch.equal(numbers.flatten(), torch.arange(rows))
 
 
 def _is_of_ranks(node: fx.Node) -> bool:

@@ -18,8 +18,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from gascompile.core.errors import CaptureError, UnsupportedOpError
-from gascompile.core.program import draws
 from gascompile.distributed.rows import num_rows
+from gascompile.passes.parallel.row_indices import constant_of
 from gascompile.passes.parallel.rows import (
     SAME,
     UNKNOWN,
@@ -64,8 +64,6 @@ _WRITE = (
     "let loss_fn return a mean over rows, as torch's losses do with reduction='mean' (cross_entropy with class weights "
     "or ignored targets, too), or train in one process"
 )
-_FEW = 1 << 16
-"""Elements of what factors may be computed from."""
 _ROUNDING = 1e-6
 """Of factors that are computed from numbers of rows in float32."""
 
@@ -232,18 +230,8 @@ class _Proof:
 
     def _number(self, node: fx.Node) -> float | None:
         """Return what is computed from numbers of the trace alone, ``None`` for anything else."""
-        known: dict[fx.Node, Any] = {}
-        for of in sorted(needed([node])):
-            values = pytree.tree_leaves(of.meta.get("val"))
-            is_small = all(x.numel() <= _FEW for x in values if isinstance(x, torch.Tensor))
-            if of.op == "placeholder" and of.name in self._constants:
-                known[of] = self._constants[of.name]
-            elif isinstance(of.target, torch._ops.OpOverload) and is_small and not draws(of.target):
-                args, kwargs = fx.node.map_arg((of.args, of.kwargs), known.__getitem__)
-                known[of] = of.target(*args, **kwargs)
-            else:
-                return None
-        return float(known[node]) if known[node].numel() == 1 else None
+        value = constant_of(node, self._constants)
+        return float(value) if value is not None and value.numel() == 1 else None
 
     def _look_at_loss(self, node: fx.Node, factor: float) -> None:
         """Look at one of torch's losses."""
