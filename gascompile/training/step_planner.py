@@ -37,7 +37,7 @@ from gascompile.training.planning import rank_overlap
 from gascompile.training.planning.packed_nodes import with_packed
 from gascompile.training.planning.rank_means import require_mean
 from gascompile.training.planning.rank_overlap import overlapped, with_moves
-from gascompile.training.planning.row_draws import draw_by_rows, draws_of, with_a_row_more
+from gascompile.training.planning.row_draws import draw_by_rows, draws_of, with_more_rows
 from gascompile.training.planning.step_costs import costed_workload, remember
 from gascompile.training.planning.step_program import StepOptions, StepProgram, step_program
 from gascompile.training.state.aliasing import Storages
@@ -241,9 +241,15 @@ class StepPlanner(StagePlanner):
         if options.layout is None or options.calls:
             return joint
 
+        made: list[tuple[Any, Any, Joint]] = []
+
         def more(batch: Any) -> tuple[Any, Joint]:
-            wide = with_a_row_more(batch)
-            return wide, self._captured(wide, options, storages)
+            for of, wide, traced in made:
+                if of is batch:
+                    return wide, traced
+            wide = with_more_rows(batch)
+            made.append((batch, wide, self._captured(wide, options, storages)))
+            return wide, made[-1][2]
 
         require_mean(joint, batch, more, warns=options.layout.rank == 0)
         if draws_of(joint.graph_module.graph):

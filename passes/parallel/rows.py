@@ -18,6 +18,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from gascompile.passes.parallel.row_indices import row_of_indices
+
 
 @dataclass(frozen=True, slots=True)
 class Axis:
@@ -48,7 +50,7 @@ _MAY_GROW = frozenset({"expand", "repeat"})
 """Ops that take sizes, which may be the number of rows."""
 _LIKE = frozenset(
     {
-        "_to_copy", "alias", "bernoulli", "clone", "detach", "empty_like", "exponential", "full_like",
+        "_to_copy", "alias", "bernoulli", "clone", "detach", "empty_like", "exponential", "fill", "full_like",
         "index_add", "index_copy", "index_fill", "index_put", "lift_fresh_copy", "masked_fill", "masked_scatter",
         "native_dropout", "normal_functional", "ones_like", "rand_like", "randint_like", "randn_like", "scatter",
         "scatter_add", "scatter_reduce", "tril", "triu", "uniform",
@@ -69,6 +71,12 @@ _ALONG = frozenset(
     }
 )  # fmt: skip
 """Ops along dimensions of their first operand, which leave the others as they are."""
+_MOVING = frozenset(
+    {
+        "expand", "select", "slice", "split", "split_with_sizes", "squeeze", "unbind", "unsafe_split", "unsqueeze",
+    }
+)  # fmt: skip
+"""Ops whose result has another number of dimensions, or a part of one."""
 _PER_SAMPLE = frozenset(
     {
         "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "_native_batch_norm_legit_no_training",
@@ -361,6 +369,12 @@ class _Rules:
         axis, indices = self._axis(0), cast(list[Any], self._node.args[1])
         if axis is not None:
             at = [dim for dim, index in enumerate(indices) if index is not None]
+            if axis == Axis(0) and at[0] == 0:
+                states = [self._known.get(index) for index in indices]
+                places = [of.dim if isinstance(of, Axis) else None for of in states]
+                own = row_of_indices(indices, places, self._rows)
+                is_one = all(of in (SAME, FREE, *map(Axis, range(9))) for of in states)
+                return Axis(own) if own is not None and is_one else UNKNOWN
             # Those that are not side by side would come first in the result.
             is_after = at[0] > axis.dim and at == list(range(at[0], at[-1] + 1))
             return axis if is_after else UNKNOWN
@@ -373,22 +387,7 @@ _RULES: tuple[tuple[frozenset[str], Callable[[_Rules], State]], ...] = (
     (frozenset({"copy", "select_scatter", "slice_scatter"}), _Rules._written),
     (_VIEWS, _Rules._view),
     (frozenset({"permute", "t", "transpose"}), _Rules._permuted),
-    (
-        frozenset(
-            {
-                "expand",
-                "select",
-                "slice",
-                "split",
-                "split_with_sizes",
-                "squeeze",
-                "unbind",
-                "unsafe_split",
-                "unsqueeze",
-            }
-        ),
-        _Rules._moved,
-    ),
+    (_MOVING, _Rules._moved),
     (frozenset({"cat", "stack"}), _Rules._joined),
     (_REDUCTIONS, _Rules._reduced),
     (_ALONG, _Rules._along),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.nn import functional
 
@@ -16,7 +17,7 @@ from gascompile.core.errors import UnsupportedOpError
 from gascompile.training.capture.joint import Joint, capture_joint
 from gascompile.training.capture.rank_loss import RankLoss
 from gascompile.training.planning.rank_means import require_mean
-from gascompile.training.planning.row_draws import with_a_row_more
+from gascompile.training.planning.row_draws import with_more_rows
 from tests.distributed import means_worker
 from tests.distributed.jobs import FilledOnce
 from tests.distributed.means_worker import CHANGED, COUNTED
@@ -76,6 +77,27 @@ MEANS: dict[str, Made] = {
     ).mean(),
     "dropout": lambda x, y: functional.mse_loss(functional.dropout(x, 0.3), y),
     "depth": lambda x, y: functional.mse_loss(x * (torch.rand(len(x), 1) < 0.7), y),
+    "as large as real": lambda x, _: functional.binary_cross_entropy_with_logits(
+        x, torch.ones(len(x), 6)
+    ),
+    "as small as false": lambda x, _: functional.mse_loss(x, x.new_ones(len(x), 6) * 0.9),
+    "one class": lambda x, _: functional.cross_entropy(x, torch.zeros(len(x), dtype=torch.long)),
+    "groups": lambda x, y: functional.mse_loss(functional.group_norm(x, 2), y),
+    "through ones": lambda x, _: x.square().sum() / torch.ones(len(x)).sum(),
+    "through a tensor": lambda x, _: x.square().sum() / torch.tensor(float(len(x))),
+    "class weights": lambda x, y: functional.cross_entropy(x, y.argmax(1), torch.arange(1.0, 7)),
+    "by its own class": lambda x, y: x[torch.arange(len(x)), y.argmax(1)].mean(),
+    "a mask of places": lambda x, y: (
+        (y > 0)[torch.arange(len(x))[:, None, None], torch.arange(6)] * x[:, None]
+    ).mean(),
+    "after a token": lambda x, _: (
+        torch.cat([NORMED.weight.expand(len(x), 6), x], 1).square().mean()
+    ),
+    "shifted": lambda x, y: functional.mse_loss(
+        torch.slice_scatter(x.new_zeros(len(x), 6), x[:, :-1], 1, 1), y
+    ),
+    "columns first": lambda x, y: functional.mse_loss(x.t().reshape(-1), y.t().reshape(-1)),
+    "of features": lambda x, y: functional.mse_loss(x / x.shape[1], y * torch.arange(6.0)),
     "batch norm": lambda x, y: functional.mse_loss(
         functional.batch_norm(x, None, None, training=True), y
     ),
@@ -87,6 +109,11 @@ NONE: dict[str, Made] = {
     "beside a mean": lambda x, y: functional.mse_loss(x, y) + 0.1 * x.square().sum(),
     "the largest": lambda x, _: x.square().max(),
     "a deviation": lambda x, _: x.std(),
+    "by rows": lambda x, y: functional.mse_loss(x, y) * len(x),
+    "by rows, beside a mean": lambda x, y: x.abs().mean() + functional.mse_loss(x, y) / len(x),
+    "by a tensor": lambda x, y: functional.mse_loss(x, y) * torch.tensor(float(len(x))).sqrt(),
+    "by ones": lambda x, y: functional.mse_loss(x, y) * torch.ones(len(x)).sum(),
+    "by half the rows": lambda x, y: functional.mse_loss(x, y) * (len(x) // 2),
     "a root": lambda x, y: functional.mse_loss(x, y).sqrt(),
 }
 UNKNOWN: dict[str, Made] = {
@@ -96,6 +123,36 @@ UNKNOWN: dict[str, Made] = {
     "of places": lambda x, _: functional.mse_loss(x, torch.arange(6.0).expand(len(x), 6).cumsum(0)),
     "the first": lambda x, _: x[0].mean(),
     "squares of loads": lambda x, _: (x.softmax(1).mean(0) ** 2).sum(),
+    "by rows within": lambda x, y: functional.mse_loss(x / len(x), y),
+    "by a tensor of rows": lambda x, y: functional.mse_loss(x * torch.tensor(1.0 / len(x)), y),
+    "by what rows make": lambda x, y: functional.mse_loss(x * torch.ones(len(x)).sum(), y),
+    "sums as large as rows": lambda x, _: x[:, :1].expand(-1, len(x)).sum(1).square().mean(),
+    "times itself": lambda x, y: (loss := functional.mse_loss(x, y)) * loss,
+    "through itself": lambda x, y: (loss := x.square().mean()) / loss.detach() + y.mean(),
+    "a penalty by rows": lambda x, y: (
+        functional.mse_loss(x, y) + 0.1 / len(x) * NORMED.weight.square().sum()
+    ),
+    "added by rows": lambda x, y: torch.add(functional.mse_loss(x, y), x.mean(), alpha=len(x)),
+    "expanded": lambda x, y: functional.mse_loss(x, y).expand(len(x)).sum(),
+    "stacked": lambda x, y: torch.stack([functional.mse_loss(x, y)] * len(x)).sum(),
+    "to what rows are": lambda x, _: functional.mse_loss(x, torch.full((len(x), 6), 1 / len(x))),
+    "noise by rows": lambda x, y: functional.mse_loss(x + torch.randn(len(x), 6) / len(x), y),
+    "weights of a batch": lambda x, y: functional.cross_entropy(
+        x, y.argmax(1), y.softmax(1).mean(0)
+    ),
+    "positive weights of a batch": lambda x, y: (
+        functional.binary_cross_entropy_with_logits(
+            x, y.sigmoid(), pos_weight=y.sigmoid().mean(0), reduction="sum"
+        )
+        / len(x)
+    ),
+    "another op": lambda x, y: functional.mse_loss(x - y if len(x) > 5 else y - x, x),
+    "the other way round": lambda x, y: functional.mse_loss(x[torch.arange(len(x)).flip(0)], y),
+    "round and round": lambda x, y: functional.mse_loss(x[torch.arange(len(x)) % 4], y),
+    "without the first": lambda x, y: functional.mse_loss(
+        torch.slice_scatter(x, torch.zeros(1, 6), 0, 0, 1), y
+    ),
+    "the first chunk": lambda x, _: x.split(5)[0].mean(),
     "unseen targets": lambda x, y: torch.ops.aten.nll_loss_nd(x, y.argmax(1), None, 1),
 }
 
@@ -106,7 +163,7 @@ def looked_at(made: Made, rows: int = 4) -> None:
     loss = RankLoss(lambda model, batch: made(model(batch[0]), batch[1]), 2)
 
     def more(batch: Any) -> tuple[Any, Joint]:
-        wide = with_a_row_more(batch)
+        wide = with_more_rows(batch)
         return wide, capture_joint(model, loss, wide)
 
     require_mean(capture_joint(model, loss, batch), batch, more, warns=True)
@@ -133,6 +190,52 @@ def test_what_is_no_mean_is_refused(name: str, rows: int) -> None:
 def test_what_is_not_known_is_said(name: str) -> None:
     with pytest.warns(UserWarning, match=r"that is not known.*let loss_fn return a mean"):
         looked_at(UNKNOWN[name])
+
+
+def models() -> dict[str, tuple[nn.Module, dict[str, torch.Tensor]]]:
+    """Return models of transformers, in training, with what they are called with."""
+    words = torch.randint(0, 90, (4, 12))
+    mask = (torch.arange(12) < torch.tensor([[12], [7], [9], [3]])).long()
+    text = {"input_ids": words, "attention_mask": mask}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+    }
+    gpt2 = transformers.GPT2Config(vocab_size=100, n_embd=32, n_layer=1, n_head=4, pad_token_id=99)
+    bert = transformers.BertConfig(vocab_size=100, **sizes)
+    vit = transformers.ViTConfig(image_size=16, patch_size=8, **sizes)
+    classes = torch.tensor([0, 1, 1, 0])
+    return {
+        "gpt2": (
+            transformers.GPT2LMHeadModel(gpt2),
+            {**text, "labels": words.masked_fill(mask == 0, -100)},
+        ),
+        "gpt2, classes": (
+            transformers.GPT2ForSequenceClassification(gpt2),
+            {**text, "labels": classes},
+        ),
+        "bert": (transformers.BertForSequenceClassification(bert), {**text, "labels": classes}),
+        "vit": (
+            transformers.ViTForImageClassification(vit),
+            {"pixel_values": torch.randn(4, 3, 16, 16), "labels": classes},
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt2, classes", "bert", "vit"])
+def test_losses_of_transformers_are_proven(name: str) -> None:
+    model, batch = models()[name]
+    loss = RankLoss(lambda model, batch: model(**batch).loss, 2)
+
+    def more(batch: Any) -> tuple[Any, Joint]:
+        wide = with_more_rows(batch)
+        return wide, capture_joint(model, loss, wide)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        require_mean(capture_joint(model, loss, batch), batch, more, warns=True)
 
 
 def test_counts_are_summed_as_they_are() -> None:

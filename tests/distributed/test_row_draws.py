@@ -17,7 +17,7 @@ from gascompile.runtime.collectives.row_numbers import LAWS, Geometry, RowPlace,
 from gascompile.training.capture.joint import capture_joint
 from gascompile.training.capture.rank_loss import RankLoss
 from gascompile.training.planning import row_draws
-from gascompile.training.planning.row_draws import draw_by_rows, with_a_row_more
+from gascompile.training.planning.row_draws import draw_by_rows, with_more_rows
 from tests.distributed.jobs import Dropping
 
 NUMBERS: dict[str, list[float]] = {
@@ -168,7 +168,7 @@ def part_of_the_loss(
     """Return a rank's share of the loss, by the graph that its step is made of."""
     loss = RankLoss(loss_fn, ranks)
     joint = capture_joint(model, loss, batch)
-    draw_by_rows(joint, capture_joint(model, loss, with_a_row_more(batch)), ranks)
+    draw_by_rows(joint, capture_joint(model, loss, with_more_rows(batch)), ranks)
     loss.weight.fill_(len(batch[0]) / total)
     values = {**dict(zip(joint.inputs, pytree.tree_leaves(batch), strict=True)), **joint.outside}
     values.update({name: joint.tensors[bound].detach() for name, bound in joint.bound.items()})
@@ -225,7 +225,7 @@ def test_what_is_not_proven_is_refused(name: str) -> None:
 
 def test_other_draws_for_another_number_of_rows_are_refused() -> None:
     batch = (torch.randn(4, 48), torch.randn(4, 16))
-    with pytest.raises(UnsupportedOpError, match="for a row more"):
+    with pytest.raises(UnsupportedOpError, match="for more rows"):
         part_of_the_loss(Of(of_numbers), batch, 0, 8, 2)
 
 
@@ -236,7 +236,7 @@ def test_what_ranks_draw_is_told_without_their_rows() -> None:
         loss, own = RankLoss(loss_fn, 2), [x[:rows] for x in batch]
         model = Of(depth)
         joint = capture_joint(model, loss, own)
-        draw_by_rows(joint, capture_joint(model, loss, with_a_row_more(own)), 2)
+        draw_by_rows(joint, capture_joint(model, loss, with_more_rows(own)), 2)
         told.append(row_draws.described(joint.graph_module.graph))
     assert told[0] == told[1]
     assert len(told[0]) == 2

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
+
+from gascompile.passes.parallel.rows import Axis, States, shape_of
+from gascompile.passes.parallel.rows_apart import is_even
 
 if TYPE_CHECKING:
     from gascompile.training.capture.joint import Joint
@@ -57,6 +60,30 @@ def is_a_mean(node: fx.Node) -> bool:
     if reduction_of(node) != MEAN:
         return False
     return node.target in MEANS or node.all_input_nodes[0].args[2] is None
+
+
+def is_row_by_row(
+    op: fx.Node, places: Mapping[fx.Node, States], uniform: Collection[fx.Node]
+) -> bool:
+    """Return whether an op is of rows, each compared with its own part of all else.
+
+    Args:
+        op: a mean, a sum or a loss.
+        places: where rows are, as ``rows_apart`` says.
+        uniform: what has one value everywhere.
+    """
+    is_of_classes = op.target in NLL  # a dimension that targets do not have
+    axes: set[Axis] = set()
+    others: list[fx.Node] = []
+    for node in op.all_input_nodes:
+        axis, is_aligned = places.get(node), is_of_classes and node in op.args[:2]
+        if isinstance(axis, Axis):
+            axes.add(axis if is_aligned else axis.at(axis.dim - len(shape_of(node))))
+        elif node not in uniform and (is_aligned or not is_of_classes):
+            others.append(node)
+    if is_of_classes and others:
+        return False
+    return len(axes) == 1 and all(is_even(others, axis, 0) for axis in axes)
 
 
 def needed(

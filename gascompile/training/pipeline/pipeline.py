@@ -13,7 +13,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from gascompile.core import serial
-from gascompile.core.errors import UnsupportedOpError
+from gascompile.core.errors import CaptureError, UnsupportedOpError
 from gascompile.core.program import marks_of
 from gascompile.core.ranks import StageLayout
 from gascompile.core.workload import Workload
@@ -31,6 +31,7 @@ from gascompile.training.pipeline.provable import (
     ignored_counter,
     require_provable,
     split_rows,
+    what_differs,
     why_whole,
 )
 from gascompile.training.pipeline.schedule import orders
@@ -40,6 +41,8 @@ from gascompile.training.pipeline.stage_problem import (
     holders_of,
     staged_of,
 )
+from gascompile.training.planning.rank_means import require_mean
+from gascompile.training.planning.row_draws import with_more_rows
 
 _MOST_BATCHES = 16  # micro-batches; of 2 stages then 1/17 of the time is idle
 _MOST_CALLS = 8000
@@ -120,23 +123,46 @@ class Pipeline:
         joint = capture(batch) if trains else replace(capture(batch), gradients={})
         require_provable(joint)
         self._ranks.compare("the captured step", serial.digest(_marks(joint)).encode())
+        if self.mesh.num_replicas > 1:
+            self._require_mean(capture, joint, batch)
         counts = self._counts(joint, batch) if trains else [1]
         staging = staged_of(joint, every(joint))
         divided = partial(self._divided, joint, staging, costs, memory)
         stages, count = divided(counts, num_states)
         while count > 1:
             part, rows = split_rows(batch, count)
-            small = capture(part)
-            require_provable(small)
-            self._ranks.compare("a micro-batch's step", serial.digest(_marks(small)).encode())
-            own = staged_of(small, every(small))
-            if _are_alike(staging, own):
-                return self._made(small, own, stages, count, rows, batch, every(small), trains)
+            small = self._captured(capture, part)
+            if small is not None and _are_alike(staging, own := staged_of(small, every(small))):
+                self.whole = what_differs(joint, small, num_rows(batch), count)
+                if not self.whole:
+                    return self._made(small, own, stages, count, rows, batch, every(small), trains)
+                counts = [1]
             counts = [number for number in counts if number != count]
-            if counts == [1]:
-                self.whole = "the model runs other ops for a micro-batch than for all rows"
             stages, count = divided(counts, num_states)
         return self._made(joint, staging, stages, 1, 0, batch, every(joint), trains)
+
+    def _require_mean(self, capture: Callable[[Any], Joint], joint: Joint, batch: Any) -> None:
+        """Refuse a loss that is no mean over the rows of all pipelines, and warn of one of which that is not known."""
+
+        def more(of: Any) -> tuple[Any, Joint]:
+            wide = with_more_rows(of)
+            return wide, capture(wide)
+
+        is_first = self.rank == 0 and self.mesh.replica == 0
+        require_mean(joint, batch, more, warns=is_first, counts_ignored=True)
+
+    def _captured(self, capture: Callable[[Any], Joint], part: Any) -> Joint | None:
+        """Return the step of a micro-batch, ``None`` where it cannot be traced though all rows can."""
+        found: Joint | None = None
+        self.whole = "the model runs other ops for a micro-batch than for all rows"
+        try:
+            found = capture(part)
+            require_provable(found)
+        except CaptureError as error:
+            self.whole = f"a micro-batch cannot be traced ({error})"
+        marks = _marks(found) if found is not None else None
+        self._ranks.compare("a micro-batch's step", serial.digest(marks).encode())
+        return found
 
     def _made(
         self,

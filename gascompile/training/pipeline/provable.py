@@ -17,10 +17,11 @@ from torch.utils import _pytree as pytree
 from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.program import draws
 from gascompile.distributed.rows import num_rows
-from gascompile.passes.parallel.rows import UNKNOWN, Axis, States, shape_of
-from gascompile.passes.parallel.rows_apart import rows_apart
+from gascompile.passes.parallel.rows import UNKNOWN, States, shape_of
+from gascompile.passes.parallel.rows_apart import rows_apart, uniform_alone
+from gascompile.training.capture.following_rows import RowsTraced, following_rows
 from gascompile.training.capture.joint import Joint
-from gascompile.training.capture.means import NLL, is_a_mean, needed, of_batch
+from gascompile.training.capture.means import NLL, is_a_mean, is_row_by_row, needed, of_batch
 
 _aten = torch.ops.aten
 _SAME = (_aten.clone.default, _aten.alias.default, _aten.detach.default, _aten._to_copy.default, _aten.neg.default,
@@ -94,23 +95,43 @@ def why_whole(joint: Joint, rows: int) -> str:
             return f"the loss is no mean over rows as far as its graph shows ('{node.name}' of {node.target})"
         else:
             if places is None:
-                graph = joint.graph_module.graph
-                batch = [n for n in graph.nodes if n.name in joint.inputs and shape_of(n)]
-                places = rows_apart(graph, batch, rows)
+                places = _places(joint, rows)
             if (op := _first_mixing(node, places)) is not None:
                 return f"rows may know of each other, by '{op.name}' of {op.target}"
     return ""
 
 
+def what_differs(joint: Joint, small: Joint, rows: int, count: int) -> str:
+    """Return what a micro-batch computes otherwise than the whole batch; nothing where only its rows are fewer.
+
+    Numbers that a trace took from the batch, as ``len(batch)``, are others there, and so is what is as large as it.
+
+    Args:
+        joint: over all rows of a batch.
+        small: over those of a micro-batch.
+        rows: of the batch.
+        count: of micro-batches.
+    """
+    whole = RowsTraced(joint, rows, [joint.loss])
+    part = RowsTraced(small, rows // count, [small.loss])
+    follows = following_rows(whole, part, _places(joint, rows))
+    return f"'{follows[0].name}' of {follows[0].target} {follows[1]}" if follows else ""
+
+
+def _places(joint: Joint, rows: int) -> dict[fx.Node, States]:
+    graph = joint.graph_module.graph
+    batch = [node for node in graph.nodes if node.name in joint.inputs and shape_of(node)]
+    return rows_apart(graph, batch, rows)
+
+
 def _first_mixing(mean: fx.Node, places: Mapping[fx.Node, States]) -> fx.Node | None:
-    """Return the first op up to a mean that may mix rows."""
+    """Return the first op up to a mean that may mix rows, or give one what belongs to another."""
     if mean.target is operator.getitem:
         (mean,) = mean.all_input_nodes
     sources = mean.all_input_nodes
     behind = [n for n in needed(sources) if UNKNOWN in pytree.tree_leaves(places.get(n))]
-    # What is compared has its rows in the same places.
-    is_mixed = len({axis for axis in map(places.get, sources) if isinstance(axis, Axis)}) > 1
-    return min(behind, default=mean if is_mixed else None)
+    is_apart = is_row_by_row(mean, places, uniform_alone(mean.graph))
+    return min(behind, default=None if is_apart else mean)
 
 
 def _is_linear(node: fx.Node, given: list[fx.Node]) -> bool:
@@ -119,9 +140,10 @@ def _is_linear(node: fx.Node, given: list[fx.Node]) -> bool:
         return False
     if node.target in (*_SAME, _aten.add.Tensor, _aten.sub.Tensor):
         return True
+    of_batch = [operand in given for operand in node.args]
     if node.target is _aten.div.Tensor:
-        return given == [node.args[0]]
-    return node.target is _aten.mul.Tensor and len(given) == 1
+        return of_batch == [True, False]
+    return node.target is _aten.mul.Tensor and sum(of_batch) == 1
 
 
 Counter = Callable[[Sequence[Any]], list[list[int]]]

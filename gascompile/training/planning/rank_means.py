@@ -18,8 +18,9 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from gascompile.core.errors import CaptureError, UnsupportedOpError
+from gascompile.distributed.rows import num_rows
+from gascompile.passes.parallel.row_indices import constant_of
 from gascompile.passes.parallel.rows import (
-    FREE,
     SAME,
     UNKNOWN,
     Axis,
@@ -27,13 +28,15 @@ from gascompile.passes.parallel.rows import (
     name_of,
     shape_of,
 )
-from gascompile.passes.parallel.rows_apart import rows_apart
+from gascompile.passes.parallel.rows_apart import rows_apart, uniform_alone
 from gascompile.training.capture.counted_losses import counted_mean
+from gascompile.training.capture.following_rows import RowsTraced, following_rows
 from gascompile.training.capture.means import (
     MEANS,
     NLL,
     SUM,
     is_a_mean,
+    is_row_by_row,
     needed,
     of_batch,
     reduction_of,
@@ -57,7 +60,6 @@ _EXTREMES = frozenset(
     }
 )  # fmt: skip
 """Reductions that are no mean."""
-_UNIFORM = frozenset({"full", "ones", "scalar_tensor", "zeros"})
 _WRITE = (
     "let loss_fn return a mean over rows, as torch's losses do with reduction='mean' (cross_entropy with class weights "
     "or ignored targets, too), or train in one process"
@@ -77,15 +79,21 @@ class _Doubt:
 
 
 def require_mean(
-    joint: Joint, batch: Any, more: Callable[[Any], tuple[Any, Joint]], *, warns: bool
+    joint: Joint,
+    batch: Any,
+    more: Callable[[Any], tuple[Any, Joint]],
+    *,
+    warns: bool,
+    counts_ignored: bool = False,
 ) -> None:
     """Refuse a loss that is no mean over rows, and warn of one of which that is not known.
 
     Args:
         joint: of this rank's rows, as traced.
         batch: these.
-        more: returns a batch of a row more, and its trace.
+        more: returns a batch of more rows, and its trace.
         warns: of several ranks one is enough.
+        counts_ignored: targets that losses ignore are counted as steps run, so that these may.
 
     Raises:
         UnsupportedOpError: it is none; names the op.
@@ -97,9 +105,9 @@ def require_mean(
     doubts: list[_Doubt] = []
     why = f"tensors of the batch have {sorted(sizes)} rows" if len(sizes) != 1 else ""
     try:
-        doubts = _doubts(joint, batch, sizes.pop(), more) if not why else []
-    except CaptureError as error:
-        why = f"a batch with a row more cannot be traced ({error})"
+        doubts = _doubts(joint, batch, sizes.pop(), more, counts_ignored) if not why else []
+    except (CaptureError, UnsupportedOpError) as error:
+        why = f"a batch of more rows cannot be traced ({error})"
     certain = next((doubt for doubt in doubts if doubt.is_certain), None)
     if certain is not None:
         raise UnsupportedOpError(
@@ -119,16 +127,21 @@ def _warn(why: str) -> None:
 
 
 def _doubts(
-    joint: Joint, batch: Any, rows: int, more: Callable[[Any], tuple[Any, Joint]]
+    joint: Joint,
+    batch: Any,
+    rows: int,
+    more: Callable[[Any], tuple[Any, Joint]],
+    counts_ignored: bool,
 ) -> list[_Doubt]:
     if rows == 1:  # of one row nobody could say which dimension it is
         batch, joint = more(batch)
-        rows = 2
-    own = _Proof(joint, rows)
+        rows = num_rows(batch)
+    own = _Proof(joint, rows, counts_ignored)
     own.look([(joint.loss, 1.0)])
-    if own.sums:
-        other = _Proof(more(batch)[1], rows + 1)
-        other.look([(other.joint.loss, 1.0)])
+    if own.sums or not own.doubts:
+        wide, its = more(batch)
+        other = _Proof(its, num_rows(wide), counts_ignored)
+        other.look([(its.loss, 1.0)])
         own.compare(other)
     return own.doubts
 
@@ -136,15 +149,23 @@ def _doubts(
 class _Proof:
     """What is found on the way back from a loss to means over rows."""
 
-    def __init__(self, joint: Joint, rows: int) -> None:
-        self.joint, self._rows = joint, rows
+    def __init__(self, joint: Joint, rows: int, counts_ignored: bool) -> None:
+        self.joint, self._rows, self._counts_ignored = joint, rows, counts_ignored
         self.doubts: list[_Doubt] = []
+        self.means: list[tuple[fx.Node, float]] = []
         self.sums: list[tuple[fx.Node, float]] = []
         """Over rows, and by what each is multiplied."""
+        self.sources: list[fx.Node] = []
+        """What these are over."""
+        self._factors: set[fx.Node] = set()
+        """Of means and sums, as far as they are known."""
+        self._scaling: set[fx.Node] = set()
+        """Ops that multiply and divide by them."""
         self._dependent = of_batch(joint)
         graph = joint.graph_module.graph
         batch = [n for n in graph.nodes if n.name in joint.inputs and shape_of(n)]
         self._places = rows_apart(graph, batch, rows, draws_by_rows=True)
+        self._uniform = uniform_alone(graph)
         num_read = len(joint.outside) - joint.num_constants
         self._constants = dict(list(joint.outside.items())[num_read:])
 
@@ -167,19 +188,21 @@ class _Proof:
         given = [source for source in node.all_input_nodes if source in self._dependent]
         if (counted := counted_mean(node)) is not None:
             losses = [n for n in needed([counted]) if n.target in NLL]
+            # How many of all targets are its own, at each step.
+            self._factors |= {*node.all_input_nodes}
             # Those that are ops of the model are behind the last.
-            self._require_apart(node, max(losses).all_input_nodes[:2])
+            if self._require_apart(node, max(losses)):
+                self.means.append((node, factor))
         elif reduction_of(node) is not None:
             self._look_at_loss(node, factor)
         elif isinstance(self._places.get(given[0]), Axis):
             self._look_at_rows(node, name, given, factor)
         elif name in _LINEAR or node.target is operator.getitem:
             return [(source, factor) for source in given]
-        elif name in ("mul", "div") and len(given) == 1 and given[0] is node.args[0]:
-            by = self._number(node.args[1])
-            return [(given[0], factor / by if name == "div" and by else factor * by)]
-        elif name == "mul" and len(given) == 1:
-            return [(given[0], factor * self._number(node.args[0]))]
+        elif name in ("mul", "div") and self._is_of_batch(node.args) == [True, False]:
+            return [(given[0], self._scaled(node, factor, node.args[1], divides=name == "div"))]
+        elif name == "mul" and self._is_of_batch(node.args) == [False, True]:
+            return [(given[0], self._scaled(node, factor, node.args[0], divides=False))]
         elif name in _CURVED and node.meta["val"].numel() == 1:
             num_doubts, num_sums = len(self.doubts), len(self.sums)
             self.look([(source, factor) for source in given])
@@ -190,20 +213,34 @@ class _Proof:
             self.doubts.append(_Doubt(node, f"{why} as far as its graph shows"))
         return []
 
-    def _number(self, by: Any) -> float:
-        """Return a factor that may follow the number of rows; 1 for what is read anew by each step."""
-        if isinstance(by, fx.Node):
-            by = self._constants.get(by.name)
-            by = by.item() if by is not None and by.numel() == 1 else 1.0
-        return float(by)
+    def _is_of_batch(self, operands: Sequence[Any]) -> list[bool]:
+        return [isinstance(a, fx.Node) and a in self._dependent for a in operands]
+
+    def _scaled(self, node: fx.Node, factor: float, by: Any, *, divides: bool) -> float:
+        """Return a factor times a number that an op multiplies by, where that is known; else as it is.
+
+        What a step reads anew is not known, and the same for any number of rows.
+        """
+        number = self._number(by) if isinstance(by, fx.Node) else float(by)
+        if number is None:
+            return factor
+        self._scaling.add(node)
+        self._factors |= {by} if isinstance(by, fx.Node) else set()
+        return factor / number if divides and number else factor * number
+
+    def _number(self, node: fx.Node) -> float | None:
+        """Return what is computed from numbers of the trace alone, ``None`` for anything else."""
+        value = constant_of(node, self._constants)
+        return float(value) if value is not None and value.numel() == 1 else None
 
     def _look_at_loss(self, node: fx.Node, factor: float) -> None:
         """Look at one of torch's losses."""
         loss = node if node.target in MEANS else node.all_input_nodes[0]
-        if reduction_of(node) == SUM and self._require_apart(node, loss.all_input_nodes[:2]):
+        if reduction_of(node) == SUM and self._require_apart(node, loss):
             self.sums.append((node, factor))
-        elif is_a_mean(node) and node is loss:
-            self._require_apart(node, loss.all_input_nodes)
+        elif is_a_mean(node) and (node is loss or self._counts_ignored):
+            if self._require_apart(node, loss):
+                self.means.append((node, factor))
         elif reduction_of(node) != SUM:
             why = "may ignore targets, which only torch.nn.functional's cross_entropy and nll_loss count"
             self.doubts.append(_Doubt(node, why))
@@ -219,7 +256,9 @@ class _Proof:
         assert isinstance(axis, Axis), "it has been looked at"
         is_over = dims is None or dims == [] or axis.dim in [dim % count for dim in dims]
         if name in (*_EXTREMES, "mean", "sum") and is_over:
-            is_apart = self._require_apart(node, given)
+            is_apart = self._require_apart(node, node)
+            if is_apart and name == "mean":
+                self.means.append((node, factor))
             if not is_apart or name == "mean":
                 return
         if is_apart and name == "sum":
@@ -229,29 +268,37 @@ class _Proof:
         else:
             self.doubts.append(_Doubt(node, "is no mean as far as its graph shows"))
 
-    def _require_apart(self, node: fx.Node, sources: Sequence[fx.Node]) -> bool:
-        """Return whether rows know nothing of each other in what a mean is over."""
-        places = self._places
+    def _require_apart(self, node: fx.Node, op: fx.Node) -> bool:
+        """Return whether rows know nothing of each other in what an op is over, of which ``node`` is the mean."""
+        places, sources = self._places, op.all_input_nodes
         behind = [
             n
             for n in needed(sources, lambda n: places.get(n) is SAME)
             if UNKNOWN in pytree.tree_leaves(places.get(n))
         ]
-        axes = {axis for axis in map(places.get, sources) if isinstance(axis, Axis)}
-        is_even = all(
-            places.get(n) is not FREE or not shape_of(n) or name_of(n.target) in _UNIFORM
-            for n in sources
-        )
-        if behind or len(axes) != 1 or not is_even:
+        if behind or not is_row_by_row(op, places, self._uniform):
             self.doubts.append(_Doubt(min(behind, default=node), "may let rows know of each other"))
             return False
+        self.sources += sources
         return True
 
     def compare(self, other: _Proof) -> None:
-        """Compare the factors of sums with those for a row more: of means they are divided by the rows."""
-        if [n.target for n, _ in self.sums] != [n.target for n, _ in other.sums]:
-            self.doubts.append(_Doubt(self.sums[0][0], "is another op for a row more"))
+        """Compare with what is found for more rows, where nothing but rows may follow their number.
+
+        Factors of means are the same, those of sums are divided by the rows.
+        """
+        for follows in (self._follows(other, whole=False), self._follows(other, whole=True)):
+            if follows is not None:
+                self.doubts.append(_Doubt(*follows))
+                return
+        own, its = ([n.target for n, _ in (*of.means, *of.sums)] for of in (self, other))
+        if own != its:
+            self.doubts.append(_Doubt(self.joint.loss, "is made of other ops for more rows"))
             return
+        for (node, factor), (_, wide) in zip(self.means, other.means, strict=True):
+            if not math.isclose(factor, wide, rel_tol=_ROUNDING):
+                why = "is multiplied by what follows the number of rows"
+                self.doubts.append(_Doubt(node, why, is_certain=True))
         for (node, factor), (_, wide) in zip(self.sums, other.sums, strict=True):
             ratio = wide / factor if factor else 1.0
             if math.isclose(ratio, 1.0, rel_tol=_ROUNDING):
@@ -259,3 +306,13 @@ class _Proof:
                 self.doubts.append(_Doubt(node, why, is_certain=True))
             elif not math.isclose(ratio, self._rows / other._rows, rel_tol=_ROUNDING):
                 self.doubts.append(_Doubt(node, "is divided by what is not the number of rows"))
+
+    def _follows(self, other: _Proof, *, whole: bool) -> tuple[fx.Node, str] | None:
+        """Return what follows the number of rows: of what means are over, or of what they make as a ``whole``."""
+        one, its = (
+            RowsTraced(of.joint, of._rows, [of.joint.loss], {*of.sources, *of._factors})
+            if whole
+            else RowsTraced(of.joint, of._rows, of.sources)
+            for of in (self, other)
+        )
+        return following_rows(one, its, self._places, self._scaling if whole else ())

@@ -148,10 +148,10 @@ def laws_of(graph: fx.Graph) -> list[list[object]]:
     return [[name, list(numbers)] for name, numbers in sorted(laws)]
 
 
-def with_a_row_more(batch: Any) -> Any:
-    """Return a batch with its last row once more."""
+def with_more_rows(batch: Any) -> Any:
+    """Return a batch with twice its rows and the last one once more: neither a multiple nor a neighbour."""
     return pytree.tree_map_only(
-        torch.Tensor, lambda x: torch.cat([x, x[-1:]]) if x.dim() and len(x) else x, batch
+        torch.Tensor, lambda x: torch.cat([x, x, x[-1:]]) if x.dim() and len(x) else x, batch
     )
 
 
@@ -160,7 +160,7 @@ def draw_by_rows(joint: Joint, more: Joint, ranks: int) -> None:
 
     Args:
         joint: of this rank's rows.
-        more: of a row more; see ``with_a_row_more``.
+        more: of more rows; see ``with_more_rows``.
         ranks: their number.
 
     Raises:
@@ -170,31 +170,36 @@ def draw_by_rows(joint: Joint, more: Joint, ranks: int) -> None:
     own, others = draws_of(graph), draws_of(more.graph_module.graph)
     if [node.target for node in own] != [node.target for node in others]:
         raise UnsupportedOpError(
-            "other ops draw random numbers for a row more, so that what one process would draw is not known; let "
+            "other ops draw random numbers for more rows, so that what one process would draw is not known; let "
             "what is drawn not depend on the number of rows, or train in one process"
         )
     wide = {node.name: node for node in more.graph_module.graph.nodes}
     batch = {wide[name]: shape[0] for name in more.inputs if (shape := shape_of(wide[name]))}
     rows = next(iter(batch.values()), 0)
+    num_own = (rows - 1) // 2
     axes = _axes(list(zip(own, others, strict=True)), more, batch, rows)
     for node, other in zip(own, others, strict=True):
         axis, before, after = axes[other], shape_of(node), shape_of(other)
         if axis is SAME and before == after:
             continue  # Generators are in the same state on all ranks: so are the numbers.
         is_equal = set(batch.values()) == {rows}
-        if not isinstance(axis, Axis) or not is_equal or not _only_rows(before, after, axis, rows):
+        if (
+            not isinstance(axis, Axis)
+            or not is_equal
+            or not _only_rows(before, after, axis, num_own)
+        ):
             raise UnsupportedOpError(
                 f"op '{node.name}' ({node.target}) draws random numbers of shape {before}, and it is not known "
                 "which of them are for which row, so that ranks would not draw what one process does: draw in the "
                 "shape of a tensor whose first dimension has the rows, or train in one process"
             )
-        _replace(graph, node, other, axis, rows - 1, ranks)
+        _replace(graph, node, other, axis, num_own, ranks)
 
 
 def _axes(
     drawn: Sequence[tuple[fx.Node, fx.Node]], more: Joint, batch: Collection[fx.Node], rows: int
 ) -> dict[fx.Node, State]:
-    """Return for which rows ops draw, given as pairs of a node and that of a row more, by the latter.
+    """Return for which rows ops draw, given as pairs of a node and that of more rows, by the latter.
 
     An op whose shape alone may follow the batch draws for the rows that it is combined with.
     """
@@ -258,11 +263,11 @@ def _is_met(
     return is_met
 
 
-def _only_rows(before: Sequence[int], after: Sequence[int], axis: Axis, rows: int) -> bool:
-    """Return whether a row more changes nothing of a shape but the dimension of the rows."""
+def _only_rows(before: Sequence[int], after: Sequence[int], axis: Axis, num_own: int) -> bool:
+    """Return whether more rows change nothing of a shape but the dimension of the rows."""
     each, wanted = axis.repeat * axis.above, list(after)
-    wanted[axis.dim] -= each
-    return after[axis.dim] == each * rows and list(before) == wanted
+    wanted[axis.dim] = each * num_own
+    return after[axis.dim] == each * (2 * num_own + 1) and list(before) == wanted
 
 
 def _law_of(node: fx.Node) -> _Law | None:
