@@ -377,7 +377,7 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
         RankError: another rank has failed, or differs.
         StorageError: a file cannot be read or written.
     """
-    from gascompile.api.piped import compiled
+    from gascompile.api.compiled_for import compiled_for
 
     config = CompileConfig.of(
         cache_dir,
@@ -396,4 +396,4 @@ def compile(  # noqa: A001 - the public name, as in torch.compile
     given = split_inputs(example_inputs) if example_inputs is not None else None
     source = {"checkpoint": checkpoint, "dynamic_shapes": dynamic_shapes}
     make = partial(make_job, model, config=config, **source)
-    return compiled(mesh, make, budget, machine, given)
+    return compiled_for(mesh, make, budget, machine, given)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -19,8 +19,6 @@ from gascompile.api.compiled import CompiledModel
 from gascompile.api.looked_up import LookedUp
 from gascompile.api.ranked import (
     RunnerInStep,
-    compiled_over,
-    local_ranks,
     refuse,
     require_of_ranks,
 )
@@ -206,19 +204,14 @@ class PipedRunner(RunnerInStep):
         return executor
 
 
-def compiled(
-    mesh: DeviceMesh | Literal[False] | None,
+def compiled_in_stages(
+    mesh: DeviceMesh,
     make: Callable[..., Job],
     budget: Any,
     machine: Any,
     given: tuple[tuple[Any, ...], Mapping[str, Any]] | None,
 ) -> CompiledModel:
-    """Return the compiled model of this process: alone, one of a host, or one stage of a pipeline."""
-    if mesh is None or mesh is False or mesh.mesh_dim_names != ("pp",):
-        ranks = local_ranks(mesh)
-        if ranks is not None:
-            return compiled_over(ranks, make, budget, machine, given)
-        return started(make(budget=budget, machine=machine), given)
+    """Return the compiled model of this process, one stage of a pipeline; alone where it is the only one."""
     from gascompile.distributed.finding import find_ranks
 
     stages = find_ranks(mesh)

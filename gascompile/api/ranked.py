@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -38,24 +38,10 @@ from gascompile.runtime.run.executor import Executor
 from gascompile.runtime.transfer.routing import drive_of
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from gascompile.distributed.ranks import Ranks
 
 Made = TypeVar("Made")
 _VALUES = (bool, int, float, complex, str, type(None))
-
-
-def local_ranks(mesh: DeviceMesh | Literal[False] | None) -> LocalRanks | None:
-    """Return the ranks of this host that run a model together; ``None`` where this process is alone."""
-    if mesh is False:
-        return None
-    from gascompile.distributed.host import find_local_ranks
-
-    ranks = find_local_ranks(mesh)
-    if ranks is not None:
-        works_with(process.number for process in ranks.processes)
-    return ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +177,7 @@ def compiled_over(
         machine: as ``compile`` takes it.
         given: the arguments of a call to plan for now.
     """
+    works_with(process.number for process in ranks.processes)
 
     def run() -> CompiledModel:
         return started(_job(ranks, make, budget, machine), given, partial(RankedRunner, ranks))

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from gascompile.distributed.opening import open_default_group
-from gascompile.distributed.ranks import Ranks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from gascompile.distributed.ranks import Ranks
 
 MESH = ("dp", "pp")
 """Names of the dimensions of pipelines beside each other."""
@@ -23,6 +24,8 @@ def find_ranks(mesh: DeviceMesh | None = None) -> Ranks | None:
     Raises:
         ValueError: a mesh of more dimensions than one of stages, ``pp``, behind one of rows, ``dp``.
     """
+    from gascompile.distributed.ranks import Ranks
+
     if mesh is None or mesh.mesh_dim_names is None or mesh.mesh_dim_names[-1] != "pp":
         group = find_group(mesh)
         return Ranks(group) if group is not None else None

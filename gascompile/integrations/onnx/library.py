@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from gascompile.weights.checkpoint import Checkpoint
 
 __all__ = ["is_directory"]
+_MODULE = "gascompile.integrations.onnx.module"
 
 
 def register_pytrees() -> None:
@@ -32,6 +34,8 @@ def register_ops(targets: Collection[str]) -> None:
 
 def ignorable_weights(model: nn.Module, names: Collection[str]) -> set[str]:
     """Return the weights of an ONNX file that no node of its graph takes."""
+    if _MODULE not in sys.modules:
+        return set()  # No model is of a class that nobody has imported.
     from gascompile.integrations.onnx.module import OnnxModel
 
     return set(names) - set(model.tensors.values()) if isinstance(model, OnnxModel) else set()
