@@ -373,8 +373,9 @@ class _Rules:
                 states = [self._known.get(index) for index in indices]
                 places = [of.dim if isinstance(of, Axis) else None for of in states]
                 own = row_of_indices(indices, places, self._rows)
-                is_one = all(of in (SAME, FREE, *map(Axis, range(9))) for of in states)
-                return Axis(own) if own is not None and is_one else UNKNOWN
+                is_one = all(of == Axis(of.dim) for of in states if isinstance(of, Axis))
+                is_known = is_one and UNKNOWN not in states
+                return Axis(own) if own is not None and is_known else UNKNOWN
             # Those that are not side by side would come first in the result.
             is_after = at[0] > axis.dim and at == list(range(at[0], at[-1] + 1))
             return axis if is_after else UNKNOWN

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from math import prod
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -156,9 +157,8 @@ def _keeps_apart(
         is_same = name == "slice_scatter" and all(known[operand] == axis for operand in of_rows)
         return is_beside and not others and (is_same or of_rows == [node.args[0]])
     if name == "index":
-        table: fx.Node = node.args[0]  # type: ignore[assignment]
-        is_own = table in of_rows and node.args[1][0] is not None  # type: ignore[index]
-        return is_own or len(of_rows) == 1
+        table, indices = cast(tuple[fx.Node, Sequence[Any]], node.args[:2])
+        return len(of_rows) == 1 or (table in of_rows and indices[0] is not None)
     if name in _PRODUCTS:
         left, right = node.args[_PRODUCTS[name] :][:2]
         both = len(shape) == 3 and axis.dim == 0
