@@ -137,6 +137,16 @@ def test_more_budget_is_not_slower_and_dividing_is_not_either(tied: bool) -> Non
             assert found.certificate.lower_bound_s <= undivided.predicted_s
 
 
+def test_a_form_that_can_win_little_is_planned_as_well() -> None:
+    """What is known is within the gap of the bound there, and would be of less memory in another form."""
+    workload = decoder()
+    slow = tuple(replace(op, time_s={"cpu": 4 * op.time_s["cpu"]}) for op in workload.ops)
+    workload = replace(workload, ops=slow)
+    budgets = [round(mib * MIB) for mib in (79, 80.25, 81.625, 83, 84.375)]
+    times = [plan(workload, budget).certificate.predicted_s for budget in budgets]
+    assert times == sorted(times, reverse=True)
+
+
 def test_gathered_bytes_are_counted_and_checked() -> None:
     found = plan(decoder(), 30 * MIB)
     moved = sum(step.size_bytes for step in found.steps if hasattr(step, "size_bytes"))

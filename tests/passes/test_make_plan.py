@@ -20,7 +20,7 @@ from gascompile.cost_models.simulate.replay import replay_plan
 from gascompile.passes.model.problem import Placement, problem
 from gascompile.passes.plan.make_plan import make_plan
 from gascompile.passes.search.search import best_staging
-from gascompile.passes.search.strategies import NAMES
+from gascompile.passes.search.strategies import MANY_WEIGHTS, NAMES
 from gascompile.passes.verify.walk import verify
 from tests.passes.planning import (
     PAGE,
@@ -306,6 +306,16 @@ def test_a_decoder_gets_no_slower_along_a_curve_of_budgets(seconds_per_mb: float
     assert all(slower >= faster for slower, faster in pairwise(times)), times
     assert plans[-1].link_bytes == {"nvme->cpu": 0}
     assert all(plan.certificate.gap < 0.2 for plan in plans)
+
+
+@pytest.mark.parametrize("seconds_per_mb", [0.1e-3, 0.2e-3, 0.3e-3])
+def test_a_decoder_of_many_weights_gets_no_slower_with_more_memory(seconds_per_mb: float) -> None:
+    """Where computing and moving take about the same, the best of very many placements is seldom the first one."""
+    task, machine = llama(22, seconds_per_mb)
+    assert sum(tensor.kind == TensorKind.WEIGHT for tensor in task.tensors) > MANY_WEIGHTS
+    budgets = [mib * MIB for mib in (1070, 1144, 1218, 1810, 1884, 2550, 2624, 3290, 3364, 3660)]
+    times = [plan_of(task, machine, budget).certificate.predicted_s for budget in budgets]
+    assert times == sorted(times, reverse=True)
 
 
 def test_a_decoder_of_one_billion_parameters_runs_at_the_speed_of_its_drive() -> None:
