@@ -53,8 +53,7 @@ _LIKE = frozenset(
         "_to_copy", "alias", "bernoulli", "clone", "detach", "empty_like", "exponential", "fill", "full_like",
         "index_add", "index_copy", "index_fill", "index_put", "lift_fresh_copy", "masked_fill", "masked_scatter",
         "native_dropout", "normal_functional", "ones_like", "rand_like", "randint_like", "randn_like", "scatter",
-        "scatter_add", "scatter_reduce", "tril", "triu", "uniform",
-        "zeros_like",
+        "scatter_add", "scatter_reduce", "tril", "triu", "uniform", "zeros_like",
     }
 )  # fmt: skip
 """Ops whose result has the elements of their first operand."""
@@ -95,16 +94,16 @@ LOSSES = frozenset(  # have rows where they do not reduce them
         "nll_loss2d_forward", "nll_loss_forward", "smooth_l1_loss", "soft_margin_loss",
     }
 )  # fmt: skip
+_KNOWN = ("aten", "gascompile_dropout")  # namespaces
 _END = (1 << 63) - 1
 """Of a slice that goes to the end."""
-_VIEWS = frozenset(
-    {"_reshape_alias", "_reshape_copy", "_unsafe_view", "reshape", "view", "view_copy"}
-)
+_VIEWS = {"_reshape_alias", "_reshape_copy", "_unsafe_view", "reshape", "view", "view_copy"}
 
 
 def name_of(target: object) -> str:
-    """Return an op's name without namespace and overload; empty for other functions."""
-    return target._opname if isinstance(target, torch._ops.OpOverload) else ""
+    """Return an op's name without its overload; empty for other functions, and for ops of which nothing is known."""
+    is_known = isinstance(target, torch._ops.OpOverload) and target.namespace in _KNOWN
+    return cast(torch._ops.OpOverload, target)._opname if is_known else ""
 
 
 def is_pointwise(target: object) -> bool:
@@ -383,7 +382,7 @@ class _Rules:
         return only if isinstance(only, Axis) else UNKNOWN
 
 
-_RULES: tuple[tuple[frozenset[str], Callable[[_Rules], State]], ...] = (
+_RULES: tuple[tuple[Collection[str], Callable[[_Rules], State]], ...] = (
     (_LIKE, _Rules._like),
     (frozenset({"copy", "select_scatter", "slice_scatter"}), _Rules._written),
     (_VIEWS, _Rules._view),

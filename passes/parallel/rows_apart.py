@@ -35,12 +35,12 @@ _BY_FIRST = frozenset(
         "_native_batch_norm_legit_no_training", "_reshape_alias", "_safe_softmax", "_softmax", "_to_copy",
         "_unsafe_view", "adaptive_max_pool2d", "alias", "all", "amax", "amin", "any", "argmax", "avg_pool1d",
         "avg_pool2d", "avg_pool3d", "clone", "constant_pad_nd", "convolution", "cumsum", "detach", "expand", "fill",
-        "flip", "full_like", "index_select", "max", "max_pool2d_with_indices", "max_pool3d_with_indices", "mean",
-        "native_group_norm", "native_layer_norm", "ones_like", "permute", "pixel_shuffle", "pixel_unshuffle",
-        "reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d", "reshape", "select", "slice",
-        "sort", "split", "split_with_sizes", "squeeze", "sum", "t", "topk", "transpose", "tril", "triu", "unbind",
-        "unsqueeze", "upsample_bicubic2d", "upsample_bilinear2d", "upsample_linear1d", "upsample_nearest1d",
-        "upsample_nearest2d", "var", "view", "zeros_like",
+        "flip", "full_like", "index_select", "linalg_vector_norm", "max", "max_pool2d_with_indices",
+        "max_pool3d_with_indices", "mean", "native_group_norm", "native_layer_norm", "norm", "ones_like", "permute",
+        "pixel_shuffle", "pixel_unshuffle", "reflection_pad1d", "reflection_pad2d", "replication_pad1d",
+        "replication_pad2d", "reshape", "select", "slice", "sort", "split", "split_with_sizes", "squeeze", "sum", "t",
+        "topk", "transpose", "tril", "triu", "unbind", "unsqueeze", "upsample_bicubic2d", "upsample_bilinear2d",
+        "upsample_linear1d", "upsample_nearest1d", "upsample_nearest2d", "var", "view", "zeros_like",
     }
 )  # fmt: skip
 """Ops that make each row of the first operand's by itself."""
@@ -81,14 +81,14 @@ def rows_apart(
         graph,
         batch,
         rows,
-        _repeated(graph, batch, rows),
+        repeated(graph, batch, rows),
         partial(_keeps_apart, rows, drawn, uniform),
     )
 
 
-def _repeated(graph: fx.Graph, batch: Collection[fx.Node], rows: int) -> dict[fx.Node, State]:
+def repeated(graph: fx.Graph, batch: Collection[fx.Node], rows: int) -> dict[fx.Node, State]:
     """Return what is the same for each row, and there once for each of them, as a token before all others is."""
-    repeated: dict[fx.Node, State] = {}
+    found: dict[fx.Node, State] = {}
     dependent = set(batch)
     for node in graph.nodes:
         if not dependent.isdisjoint(node.all_input_nodes):
@@ -97,8 +97,8 @@ def _repeated(graph: fx.Graph, batch: Collection[fx.Node], rows: int) -> dict[fx
             shape, before = shape_of(node), shape_of(node.args[0])
             is_of_one = len(before) < len(shape) or before[:1] == [1]
             if is_of_one and shape[:1] == [rows]:
-                repeated[node] = Axis(0)
-    return repeated
+                found[node] = Axis(0)
+    return found
 
 
 def uniform_alone(graph: fx.Graph) -> set[fx.Node]:
@@ -153,9 +153,10 @@ def _keeps_apart(
     if name == "copy":
         return of_rows == [node.args[1]]
     if name in ("select_scatter", "slice_scatter"):
-        is_beside = argument_of(node, "dim", 0) % len(shape) != axis.dim
-        is_same = name == "slice_scatter" and all(known[operand] == axis for operand in of_rows)
-        return is_beside and not others and (is_same or of_rows == [node.args[0]])
+        dim = argument_of(node, "dim", 0) % len(shape)
+        written = axis.at(axis.dim - (name == "select_scatter" and dim < axis.dim))
+        is_same = all(known[o] == (written if o is node.args[1] else axis) for o in of_rows)
+        return dim != axis.dim and not others and is_same
     if name == "index":
         table, indices = cast(tuple[fx.Node, Sequence[Any]], node.args[:2])
         return len(of_rows) == 1 or (table in of_rows and indices[0] is not None)
@@ -165,10 +166,13 @@ def _keeps_apart(
         bias = [operand for operand in operands if operand not in (left, right)]
         return of_rows == ([left, right] if both else [left]) and is_even(bias, axis, len(shape))
     if name == "_scaled_dot_product_flash_attention_for_cpu":
-        is_whole = all(known[part] == Axis(0) for part in operands if part in node.args[:3])
+        # A mask without heads would be broadcast from its end: its rows would be places.
+        of_all = all(known[o] == Axis(0) and len(shape_of(o)) == 4 for o in of_rows)
+        is_whole = of_all and {*of_rows}.issuperset(node.args[:3])
         return is_whole and axis.dim == 0 and is_even(others, axis, len(shape))
     if name == "embedding":
-        return of_rows == [node.args[1]]
+        # Whose gradient counts how often all rows look a word up?
+        return of_rows == [node.args[1]] and not argument_of(node, "scale_grad_by_freq")
     if drawn is not None and name in _DRAWS_LIKE:
         return of_rows == [node.args[0]]
     inner = 2 if name in ("tril", "triu") else 0

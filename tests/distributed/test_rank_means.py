@@ -59,6 +59,40 @@ def test_other_constants_of_one_rank_are_refused_on_all(
         assert "rank 1 and rank 0 differ" in rank[name]
 
 
+class _OfLengthOne(torch.autograd.Function):
+    """What has gradients of length one, over all rows."""
+
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = gradient / gradient.norm()
+        return found
+
+
+def of_length_one(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x``, with such gradients."""
+    found: torch.Tensor = _OfLengthOne.apply(x)  # type: ignore[no-untyped-call]  # torch's
+    return found
+
+
+def hooked(x: torch.Tensor) -> torch.Tensor:
+    x = x * 1
+    x.register_hook(lambda gradient: gradient * len(gradient))
+    return x
+
+
+@torch.library.custom_op("gascompile_tests::sort", mutates_args=())
+def sort(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return ``x`` without its mean over rows; named like an op that keeps them apart."""
+    return x - x.mean(0)
+
+
+sort.register_fake(lambda x, dim: torch.empty_like(x))
+sort.register_autograd(lambda _, gradient: (gradient - gradient.mean(0), None))
+
 Made = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 NORMED = nn.BatchNorm1d(6)
 MEANS: dict[str, Made] = {
@@ -98,6 +132,15 @@ MEANS: dict[str, Made] = {
     ),
     "columns first": lambda x, y: functional.mse_loss(x.t().reshape(-1), y.t().reshape(-1)),
     "of features": lambda x, y: functional.mse_loss(x / x.shape[1], y * torch.arange(6.0)),
+    "beside a penalty": lambda x, y: (
+        1 - functional.mse_loss(x, y) + 0.1 * NORMED.weight.square().sum()
+    ),
+    "for its gradients": lambda x, y: functional.mse_loss(x, y) + 0 * x.sum(),
+    "smoothed": lambda x, y: functional.cross_entropy(x, y.argmax(1), label_smoothing=0.1),
+    "lengths of rows": lambda x, y: (x - y).norm(dim=1).mean(),
+    "of a token": lambda x, y: (
+        functional.mse_loss(x, y) + NORMED.weight.expand(len(x), 6).square().mean()
+    ),
     "batch norm": lambda x, y: functional.mse_loss(
         functional.batch_norm(x, None, None, training=True), y
     ),
@@ -115,11 +158,53 @@ NONE: dict[str, Made] = {
     "by ones": lambda x, y: functional.mse_loss(x, y) * torch.ones(len(x)).sum(),
     "by half the rows": lambda x, y: functional.mse_loss(x, y) * (len(x) // 2),
     "a root": lambda x, y: functional.mse_loss(x, y).sqrt(),
+    "a root by hand": lambda x, y: ((x - y).square().sum() / x.numel()).sqrt(),
+    "a logarithm by hand": lambda x, _: -(x.softmax(1)[:, 0].sum() / len(x)).log(),
+    "beside a mean by hand": lambda x, y: (
+        functional.mse_loss(x, y) + (x.square().sum() / len(x)) ** 2
+    ),
+    "a ridge": lambda x, y: ((x - y).square().sum() + NORMED.weight.square().sum()) / len(x),
+    "from a penalty": lambda x, y: (
+        (NORMED.weight.abs().sum() - functional.mse_loss(x, y, reduction="sum")) / len(x)
+    ),
+    "a number by rows": lambda x, y: (functional.mse_loss(x, y) * len(x) + 3.0) / len(x),
+    "stacked with a penalty": lambda x, _: (
+        torch.stack([x.square().sum(), NORMED.weight.square().sum()]).sum() / len(x)
+    ),
+    "feature by feature, with a penalty": lambda x, _: (
+        (x.square().sum(0) + NORMED.weight.square()) / len(x)
+    ).sum(),
+    "tokens": lambda x, y: (
+        functional.mse_loss(x, y) + 0.1 * NORMED.weight.expand(len(x), 6).square().sum()
+    ),
+    "the length of tokens": lambda x, y: (
+        functional.mse_loss(x, y) + 0.1 * NORMED.weight.expand(len(x), 6).norm()
+    ),
 }
 UNKNOWN: dict[str, Made] = {
     "by a mask": lambda x, y: (x * (y > 0)).sum() / (y > 0).sum(),
     "contrasts": lambda x, _: functional.cross_entropy(x @ x.t(), torch.arange(len(x))),
     "centred": lambda x, y: functional.mse_loss(x - x.mean(0), y),
+    "by tokens": lambda x, y: (
+        functional.mse_loss(x, y) * NORMED.weight.expand(len(x), 6).square().sum()
+    ),
+    "by a tensor of rows elsewhere": lambda x, y: (
+        (x - y).square().sum() / (n := torch.tensor(float(len(x)))) + 0.1 * n * NORMED.weight.sum()
+    ),
+    "by a loss of ones": lambda x, y: functional.mse_loss(
+        x * functional.l1_loss(torch.ones(len(x)), torch.zeros(len(x)), reduction="sum"), y
+    ),
+    "smoothed by rows": lambda x, y: functional.cross_entropy(
+        x, y.argmax(1), label_smoothing=1 / len(x)
+    ),
+    "rows as classes": lambda x, _: functional.nll_loss(
+        x.log_softmax(1).t(), torch.zeros(6, dtype=torch.long)
+    ),
+    "rounded": lambda x, y: torch.div(functional.mse_loss(x, y), 0.3, rounding_mode="floor"),
+    "counted": lambda x, y: functional.mse_loss(x, y) + functional.mse_loss(x, y).long().float(),
+    "gradients of length one": lambda x, y: functional.mse_loss(of_length_one(x), y),
+    "gradients by rows": lambda x, y: functional.mse_loss(hooked(x), y),
+    "centred by an op of its own": lambda x, y: functional.mse_loss(sort(x, 1), y),
     "of places": lambda x, _: functional.mse_loss(x, torch.arange(6.0).expand(len(x), 6).cumsum(0)),
     "the first": lambda x, _: x[0].mean(),
     "squares of loads": lambda x, _: (x.softmax(1).mean(0) ** 2).sum(),
@@ -206,6 +291,8 @@ def models() -> dict[str, tuple[nn.Module, dict[str, torch.Tensor]]]:
     gpt2 = transformers.GPT2Config(vocab_size=100, n_embd=32, n_layer=1, n_head=4, pad_token_id=99)
     bert = transformers.BertConfig(vocab_size=100, **sizes)
     vit = transformers.ViTConfig(image_size=16, patch_size=8, **sizes)
+    small: dict[str, Any] = {"d_model": 32, "num_layers": 1, "decoder_start_token_id": 0}
+    t5 = transformers.T5Config(vocab_size=100, **small)
     classes = torch.tensor([0, 1, 1, 0])
     return {
         "gpt2": (
@@ -217,6 +304,7 @@ def models() -> dict[str, tuple[nn.Module, dict[str, torch.Tensor]]]:
             {**text, "labels": classes},
         ),
         "bert": (transformers.BertForSequenceClassification(bert), {**text, "labels": classes}),
+        "t5": (transformers.T5ForConditionalGeneration(t5), {**text, "labels": words}),
         "vit": (
             transformers.ViTForImageClassification(vit),
             {"pixel_values": torch.randn(4, 3, 16, 16), "labels": classes},
@@ -224,7 +312,7 @@ def models() -> dict[str, tuple[nn.Module, dict[str, torch.Tensor]]]:
     }
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt2, classes", "bert", "vit"])
+@pytest.mark.parametrize("name", ["gpt2", "gpt2, classes", "bert", "t5", "vit"])
 def test_losses_of_transformers_are_proven(name: str) -> None:
     model, batch = models()[name]
     loss = RankLoss(lambda model, batch: model(**batch).loss, 2)

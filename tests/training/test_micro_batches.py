@@ -11,8 +11,10 @@ from torch.nn import functional
 
 from gascompile.training.capture.joint import capture_joint
 from gascompile.training.pipeline.provable import split_rows, what_differs, why_whole
+from tests.distributed.test_rank_means import of_length_one
 
 ROWS, WIDTH = 8, 6
+TOKEN = torch.ones(1, WIDTH)
 Made = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ALIKE: dict[str, Made] = {
     "squares": functional.mse_loss,
@@ -47,6 +49,20 @@ OTHER: dict[str, Made] = {
     ),
     "turned": lambda x, y: functional.mse_loss(x - y if len(x) > 5 else y - x, x),
     "as wide as rows": lambda x, _: x[:, :1].expand(-1, len(x)).sum(1).square().mean(),
+    "beside tokens": lambda x, y: (
+        functional.mse_loss(x, y) + TOKEN.expand(len(x), -1).square().sum()
+    ),
+    "by tokens": lambda x, y: functional.mse_loss(x, y) * TOKEN.expand(len(x), -1).abs().sum(),
+    "by a loss of ones": lambda x, y: functional.mse_loss(
+        x * functional.l1_loss(torch.ones(len(x)), torch.zeros(len(x)), reduction="sum"), y
+    ),
+    "rows as classes": lambda x, _: functional.nll_loss(
+        x.log_softmax(1).t(), torch.zeros(WIDTH, dtype=torch.long)
+    ),
+    "counted": lambda x, y: (
+        functional.mse_loss(x, y) + (33 * functional.l1_loss(x, y)).long().float()
+    ),
+    "gradients of length one": lambda x, y: functional.mse_loss(of_length_one(x), y),
     "contrasts": lambda x, _: functional.cross_entropy(x @ x.t(), torch.arange(len(x))),
     "centred": lambda x, y: functional.mse_loss(x - x.mean(0), y),
     "a sum": lambda x, y: functional.mse_loss(x, y, reduction="sum"),
@@ -92,6 +108,48 @@ def test_weights_of_classes_are_not_those_of_rows() -> None:
         return functional.binary_cross_entropy_with_logits(model(x), x.sigmoid(), weight)
 
     assert why_whole(capture_joint(model, loss_fn, batch), 6)
+
+
+def test_a_mask_without_heads_is_of_places() -> None:
+    """Four rows of four tokens: a mask of rows is broadcast over what is looked at, and would be in parts of one."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            query = self.query(x)[:, None]
+            return functional.scaled_dot_product_attention(query, query, query, attn_mask=mask)
+
+    def why(mask: torch.Tensor) -> str:
+        batch = [torch.randn(4, 4, WIDTH), mask]
+        model = Attention()
+        joint = capture_joint(model, lambda model, b: model(*b).square().mean(), batch)
+        return why_whole(joint, 4)
+
+    assert not why(torch.randn(4, 1, 1, 4))
+    assert "may know of each other" in why(torch.randn(4, 4))
+
+
+@pytest.mark.parametrize("by_count", [False, True])
+def test_words_may_be_weighed_by_how_often_they_are_there(by_count: bool) -> None:
+    model = nn.Embedding(5, WIDTH, scale_grad_by_freq=by_count)
+    joint = capture_joint(model, lambda model, b: model(b).square().mean(), torch.arange(8) % 5)
+    assert ("may know of each other" in why_whole(joint, 8)) is by_count
+
+
+def test_hooks_of_modules_may_change_gradients() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2))
+    batch = torch.randn(ROWS, WIDTH)
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(batch).square().mean()
+        return loss
+
+    assert not why_whole(capture_joint(model, loss_fn, batch), ROWS)
+    model[1].register_full_backward_hook(lambda *_: None)
+    assert "hook" in why_whole(capture_joint(model, loss_fn, batch), ROWS)
 
 
 @pytest.mark.parametrize("count", [2, 8])

@@ -296,12 +296,12 @@ class Running:
 
     def applies(self, by: object) -> None:
         """Note a function with a backward pass of its own, told by its class or by the frame of its ``apply``."""
-        kind = by.f_locals.get("cls") if isinstance(by, types.FrameType) else by
-        if not (isinstance(kind, type) and issubclass(kind, torch.autograd.Function)):
-            return
-        self.calls_back = True
-        if origin_of_type(kind) is not Origin.TORCH:
-            self.backward[f"{kind.__qualname__} has a backward pass of its own"] = None
+        kind: Any = by.f_locals.get("cls") if isinstance(by, types.FrameType) else by
+        is_function = isinstance(kind, type) and issubclass(kind, torch.autograd.Function)
+        if is_function and not kind.__name__.startswith("GeneratedBackwardFor_gascompile_ranks"):
+            self.calls_back = True
+            if origin_of_type(kind) is not Origin.TORCH:
+                self.backward[f"{kind.__qualname__} has a backward pass of its own"] = None
 
     def opens(self, path: object, frame: types.FrameType, *, reads: bool) -> None:
         """Note a file that the model's code opens."""

@@ -43,10 +43,16 @@ class RowsTraced:
     """What is looked at, with all that it is made of."""
     ends: Collection[fx.Node] = ()
     """What is not looked at, nor what that is made of."""
+    apart: Collection[tuple[fx.Node, fx.Node]] = ()
+    """Ops with operands of theirs that are not looked at, unless others are of them."""
 
     def nodes(self) -> list[fx.Node]:
         """Return what the roots are made of, in the order of the graph, up to sums over all ranks."""
-        behind = needed(self.roots, lambda node: node in self.ends or _is_of_ranks(node))
+        behind = needed(
+            self.roots,
+            lambda node: node in self.ends or _is_of_ranks(node),
+            lambda node: [of for of in node.all_input_nodes if (node, of) not in self.apart],
+        )
         return [node for node in self.joint.graph_module.graph.nodes if node in behind]
 
 
@@ -139,9 +145,10 @@ def _numbers(node: fx.Node, *, is_sized: bool) -> list[Any]:
 
 def _keeps_rows(user: fx.Node, places: Mapping[fx.Node, States], free: Collection[fx.Node]) -> bool:
     """Return whether an op gives each row its own part of what is as large as the batch."""
-    states: list[State] = pytree.tree_leaves(places.get(user))
-    has_rows = any(isinstance(state, Axis) for state in states)
-    return has_rows or user in free or user.target in MEANS or user.target in NLL
+    # A loss has none itself.
+    of = [user, *(user.all_input_nodes if user.target in MEANS or user.target in NLL else ())]
+    states: list[State] = pytree.tree_leaves([places.get(node) for node in of])
+    return user in free or any(isinstance(state, Axis) for state in states)
 
 
 def _has_same_sizes(node: fx.Node, its: fx.Node, states: States, rows: int, others: int) -> bool:

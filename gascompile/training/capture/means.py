@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from gascompile.capture.record.record import CaptureRecord
 from gascompile.passes.parallel.rows import Axis, States, shape_of
-from gascompile.passes.parallel.rows_apart import is_even
+from gascompile.passes.parallel.rows_apart import is_even, repeated
 
 if TYPE_CHECKING:
     from gascompile.training.capture.joint import Joint
@@ -32,13 +33,23 @@ MEAN, SUM = 1, 2
 """Torch's numbers of these reductions."""
 
 
-def of_batch(joint: Joint) -> set[fx.Node]:
-    """Return what depends on the batch."""
-    dependent: set[fx.Node] = set()
-    for node in joint.graph_module.graph.nodes:
-        if node.name in joint.inputs or not dependent.isdisjoint(node.all_input_nodes):
+def of_batch(joint: Joint, rows: int) -> set[fx.Node]:
+    """Return what depends on the batch, or is as large as it by what is there once for each of its rows."""
+    graph = joint.graph_module.graph
+    batch = [node for node in graph.nodes if node.name in joint.inputs]
+    dependent = {*batch, *repeated(graph, batch, rows)}
+    for node in graph.nodes:
+        if not dependent.isdisjoint(node.all_input_nodes):
             dependent.add(node)
     return dependent
+
+
+def own_backward(joint: Joint) -> str:
+    """Return what has a backward pass that is not that of its forward pass, so that nobody can say what it is of."""
+    record = joint.record
+    if not isinstance(record, CaptureRecord) or not record.running.calls_back:
+        return ""
+    return next(iter(record.running.backward), "a hook runs in the backward pass")
 
 
 def reduction_of(node: fx.Node) -> int | None:
@@ -78,6 +89,8 @@ def is_row_by_row(
     for node in op.all_input_nodes:
         axis, is_aligned = places.get(node), is_of_classes and node in op.args[:2]
         if isinstance(axis, Axis):
+            if is_of_classes and axis.dim:
+                return False  # rows may be the classes
             axes.add(axis if is_aligned else axis.at(axis.dim - len(shape_of(node))))
         elif node not in uniform and (is_aligned or not is_of_classes):
             others.append(node)
@@ -87,7 +100,9 @@ def is_row_by_row(
 
 
 def needed(
-    nodes: Sequence[Any], is_end: Callable[[fx.Node], bool] = lambda _: False
+    nodes: Sequence[Any],
+    is_end: Callable[[fx.Node], bool] = lambda _: False,
+    made_of: Callable[[fx.Node], Sequence[fx.Node]] = lambda node: node.all_input_nodes,
 ) -> set[fx.Node]:
     """Return nodes and what they are made of, up to those that are an end."""
     found, left = set[fx.Node](), list(nodes)
@@ -95,5 +110,5 @@ def needed(
         node = left.pop()
         if node not in found and not is_end(node):
             found.add(node)
-            left += node.all_input_nodes
+            left += made_of(node)
     return found

@@ -21,7 +21,14 @@ from gascompile.passes.parallel.rows import UNKNOWN, States, shape_of
 from gascompile.passes.parallel.rows_apart import rows_apart, uniform_alone
 from gascompile.training.capture.following_rows import RowsTraced, following_rows
 from gascompile.training.capture.joint import Joint
-from gascompile.training.capture.means import NLL, is_a_mean, is_row_by_row, needed, of_batch
+from gascompile.training.capture.means import (
+    NLL,
+    is_a_mean,
+    is_row_by_row,
+    needed,
+    of_batch,
+    own_backward,
+)
 
 _aten = torch.ops.aten
 _SAME = (_aten.clone.default, _aten.alias.default, _aten.detach.default, _aten._to_copy.default, _aten.neg.default,
@@ -82,7 +89,9 @@ def why_whole(joint: Joint, rows: int) -> str:
         joint: over all rows of a batch.
         rows: their number.
     """
-    dependent, left = of_batch(joint), [joint.loss]
+    if why := own_backward(joint):
+        return why
+    dependent, left = of_batch(joint, rows), [joint.loss]
     places: dict[fx.Node, States] | None = None
     while left:
         node = left.pop()
@@ -136,9 +145,10 @@ def _first_mixing(mean: fx.Node, places: Mapping[fx.Node, States]) -> fx.Node | 
 
 def _is_linear(node: fx.Node, given: list[fx.Node]) -> bool:
     """Return whether a number is a mean over rows if those ``given`` are that it depends on."""
-    if node.meta["val"].numel() != 1:
+    value = node.meta["val"]
+    if value.numel() != 1 or not value.is_floating_point():
         return False
-    if node.target in (*_SAME, _aten.add.Tensor, _aten.sub.Tensor):
+    if node.target in (*_SAME, _aten.add.Tensor, _aten.sub.Tensor, _aten.rsub.Scalar):
         return True
     of_batch = [operand in given for operand in node.args]
     if node.target is _aten.div.Tensor:

@@ -39,6 +39,7 @@ from gascompile.training.capture.means import (
     is_row_by_row,
     needed,
     of_batch,
+    own_backward,
     reduction_of,
 )
 
@@ -47,8 +48,8 @@ if TYPE_CHECKING:
 
 _LINEAR = frozenset(
     {
-        "_to_copy", "add", "alias", "cat", "clone", "detach", "expand", "mean", "neg", "reshape", "select", "slice",
-        "split", "squeeze", "stack", "sub", "sum", "unbind", "unsqueeze", "view",
+        "_to_copy", "add", "alias", "cat", "clone", "detach", "expand", "mean", "neg", "reshape", "rsub", "select",
+        "slice", "split", "squeeze", "stack", "sub", "sum", "unbind", "unsqueeze", "view",
     }
 )  # fmt: skip
 """Ops of means that are means again."""
@@ -138,6 +139,8 @@ def _doubts(
         rows = num_rows(batch)
     own = _Proof(joint, rows, counts_ignored)
     own.look([(joint.loss, 1.0)])
+    if why := own_backward(joint):
+        own.doubts.append(_Doubt(joint.loss, f"may have other gradients: {why}"))
     if own.sums or not own.doubts:
         wide, its = more(batch)
         other = _Proof(its, num_rows(wide), counts_ignored)
@@ -155,13 +158,15 @@ class _Proof:
         self.means: list[tuple[fx.Node, float]] = []
         self.sums: list[tuple[fx.Node, float]] = []
         """Over rows, and by what each is multiplied."""
+        self.others: list[tuple[fx.Node, float]] = []
+        """Ops that add what is not of the batch, and by what each is multiplied."""
         self.sources: list[fx.Node] = []
         """What these are over."""
-        self._factors: set[fx.Node] = set()
-        """Of means and sums, as far as they are known."""
+        self._factors: set[tuple[fx.Node, fx.Node]] = set()
+        """Ops that multiply means and sums, and by what, as far as that is known."""
         self._scaling: set[fx.Node] = set()
-        """Ops that multiply and divide by them."""
-        self._dependent = of_batch(joint)
+        """Of these the ones whose numbers are known."""
+        self._dependent = of_batch(joint, rows)
         graph = joint.graph_module.graph
         batch = [n for n in graph.nodes if n.name in joint.inputs and shape_of(n)]
         self._places = rows_apart(graph, batch, rows, draws_by_rows=True)
@@ -188,8 +193,9 @@ class _Proof:
         given = [source for source in node.all_input_nodes if source in self._dependent]
         if (counted := counted_mean(node)) is not None:
             losses = [n for n in needed([counted]) if n.target in NLL]
-            # How many of all targets are its own, at each step.
-            self._factors |= {*node.all_input_nodes}
+            # How many of all targets are its own, and whether there are any, is known at each step.
+            some, share = node.all_input_nodes
+            self._factors |= {(node, share), (some, some.all_input_nodes[0])}
             # Those that are ops of the model are behind the last.
             if self._require_apart(node, max(losses)):
                 self.means.append((node, factor))
@@ -197,21 +203,28 @@ class _Proof:
             self._look_at_loss(node, factor)
         elif isinstance(self._places.get(given[0]), Axis):
             self._look_at_rows(node, name, given, factor)
-        elif name in _LINEAR or node.target is operator.getitem:
+        elif _is_linear(node, name):
+            if any(self._is_another(operand) for operand in _summands(node, name)):
+                self.others.append((node, factor))
             return [(source, factor) for source in given]
-        elif name in ("mul", "div") and self._is_of_batch(node.args) == [True, False]:
+        elif _is_multiplied(node) and self._is_of_batch(node.args) == [True, False]:
             return [(given[0], self._scaled(node, factor, node.args[1], divides=name == "div"))]
         elif name == "mul" and self._is_of_batch(node.args) == [False, True]:
             return [(given[0], self._scaled(node, factor, node.args[0], divides=False))]
         elif name in _CURVED and node.meta["val"].numel() == 1:
-            num_doubts, num_sums = len(self.doubts), len(self.sums)
+            num_doubts = len(self.doubts)
             self.look([(source, factor) for source in given])
-            if (num_doubts, num_sums) == (len(self.doubts), len(self.sums)):
+            if num_doubts == len(self.doubts):
                 self.doubts.append(_Doubt(node, "of a mean is none", is_certain=True))
         else:
             why = "divides by what depends on the batch" if name == "div" else "is no mean"
             self.doubts.append(_Doubt(node, f"{why} as far as its graph shows"))
         return []
+
+    def _is_another(self, operand: Any) -> bool:
+        """Return whether an operand is not of the batch, but for a 0 as ``sum`` of Python's begins with."""
+        is_zero = isinstance(operand, (int, float)) and not operand
+        return not is_zero and operand not in self._dependent
 
     def _is_of_batch(self, operands: Sequence[Any]) -> list[bool]:
         return [isinstance(a, fx.Node) and a in self._dependent for a in operands]
@@ -225,7 +238,7 @@ class _Proof:
         if number is None:
             return factor
         self._scaling.add(node)
-        self._factors |= {by} if isinstance(by, fx.Node) else set()
+        self._factors |= {(node, by)} if isinstance(by, fx.Node) else set()
         return factor / number if divides and number else factor * number
 
     def _number(self, node: fx.Node) -> float | None:
@@ -291,7 +304,9 @@ class _Proof:
             if follows is not None:
                 self.doubts.append(_Doubt(*follows))
                 return
-        own, its = ([n.target for n, _ in (*of.means, *of.sums)] for of in (self, other))
+        own, its = (
+            [n.target for n, _ in (*of.means, *of.sums, *of.others)] for of in (self, other)
+        )
         if own != its:
             self.doubts.append(_Doubt(self.joint.loss, "is made of other ops for more rows"))
             return
@@ -299,7 +314,13 @@ class _Proof:
             if not math.isclose(factor, wide, rel_tol=_ROUNDING):
                 why = "is multiplied by what follows the number of rows"
                 self.doubts.append(_Doubt(node, why, is_certain=True))
+        for (node, factor), (_, wide) in zip(self.others, other.others, strict=True):
+            if not math.isclose(factor, wide, rel_tol=_ROUNDING):
+                why = "adds what is not of the batch, and is multiplied by what follows the number of rows"
+                self.doubts.append(_Doubt(node, why, is_certain=True))
         for (node, factor), (_, wide) in zip(self.sums, other.sums, strict=True):
+            if not factor and not wide:
+                continue  # what is there for its gradients of zero
             ratio = wide / factor if factor else 1.0
             if math.isclose(ratio, 1.0, rel_tol=_ROUNDING):
                 why = "is a sum over rows, which is divided by none or by a fixed number of them"
@@ -310,9 +331,30 @@ class _Proof:
     def _follows(self, other: _Proof, *, whole: bool) -> tuple[fx.Node, str] | None:
         """Return what follows the number of rows: of what means are over, or of what they make as a ``whole``."""
         one, its = (
-            RowsTraced(of.joint, of._rows, [of.joint.loss], {*of.sources, *of._factors})
+            RowsTraced(of.joint, of._rows, [of.joint.loss], {*of.sources}, of._factors)
             if whole
             else RowsTraced(of.joint, of._rows, of.sources)
             for of in (self, other)
         )
         return following_rows(one, its, self._places, self._scaling if whole else ())
+
+
+def _is_linear(node: fx.Node, name: str) -> bool:
+    """Return whether an op of means makes means of them."""
+    if name == "_to_copy":
+        value: torch.Tensor = node.meta["val"]
+        return value.is_floating_point()
+    return name in _LINEAR or node.target is operator.getitem
+
+
+def _summands(node: fx.Node, name: str) -> Sequence[Any]:
+    """Return what an op adds, or puts beside each other."""
+    if name in ("add", "rsub", "sub"):
+        return node.args[:2]
+    return pytree.tree_leaves(node.args[0]) if name in ("cat", "stack") else ()
+
+
+def _is_multiplied(node: fx.Node) -> bool:
+    """Return whether an op multiplies, or divides without rounding."""
+    name = name_of(node.target)
+    return name == "mul" or (name == "div" and argument_of(node, "rounding_mode") is None)
