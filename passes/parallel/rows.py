@@ -81,10 +81,9 @@ _PER_SAMPLE = frozenset(
         "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "_native_batch_norm_legit_no_training",
         "_scaled_dot_product_flash_attention_for_cpu", "_upsample_bilinear2d_aa", "adaptive_max_pool2d", "avg_pool1d",
         "avg_pool2d", "avg_pool3d", "constant_pad_nd", "convolution", "grid_sampler_2d", "im2col",
-        "max_pool2d_with_indices",
-        "max_pool3d_with_indices", "native_group_norm", "pixel_shuffle", "pixel_unshuffle", "reflection_pad1d",
-        "reflection_pad2d", "replication_pad1d", "replication_pad2d", "upsample_bicubic2d", "upsample_bilinear2d",
-        "upsample_linear1d", "upsample_nearest1d", "upsample_nearest2d",
+        "max_pool2d_with_indices", "max_pool3d_with_indices", "native_group_norm", "pixel_shuffle", "pixel_unshuffle",
+        "reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d", "upsample_bicubic2d",
+        "upsample_bilinear2d", "upsample_linear1d", "upsample_nearest1d", "upsample_nearest2d",
     }
 )  # fmt: skip
 """Ops of samples in their first dimension, each by itself."""
@@ -328,6 +327,8 @@ class _Rules:
 
     def _along(self) -> State:
         axis, dims = self._axis(), self._dims("dim", "dims")
+        if axis is None and self._name == "gather" and len(shape_of(self._node.args[0])) == 1:
+            return self._axis(2) or UNKNOWN
         if axis is None or dims is None or axis.dim in dims:
             return UNKNOWN
         kept = len(self._shape) > axis.dim and (

@@ -173,6 +173,8 @@ def _keeps_apart(
     if name == "embedding":
         # Whose gradient counts how often all rows look a word up?
         return of_rows == [node.args[1]] and not argument_of(node, "scale_grad_by_freq")
+    if name == "gather":
+        return of_rows == [node.args[2]]
     if drawn is not None and name in _DRAWS_LIKE:
         return of_rows == [node.args[0]]
     inner = 2 if name in ("tril", "triu") else 0

@@ -84,6 +84,13 @@ def hooked(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def swapped(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return two terms, of which many rows weigh the other one."""
+    one, other = x[:, :3].square(), x[:, 3:] * y[:, :3]
+    first, second = (one, other) if len(x) < 6 else (other, one)
+    return first.mean() + 0.1 * second.mean()
+
+
 @torch.library.custom_op("gascompile_tests::sort", mutates_args=())
 def sort(x: torch.Tensor, dim: int) -> torch.Tensor:
     """Return ``x`` without its mean over rows; named like an op that keeps them apart."""
@@ -137,6 +144,9 @@ MEANS: dict[str, Made] = {
     ),
     "for its gradients": lambda x, y: functional.mse_loss(x, y) + 0 * x.sum(),
     "smoothed": lambda x, y: functional.cross_entropy(x, y.argmax(1), label_smoothing=0.1),
+    "smoothed, with class weights": lambda x, y: functional.cross_entropy(
+        x, y.argmax(1), torch.arange(1.0, 7), label_smoothing=0.1
+    ),
     "lengths of rows": lambda x, y: (x - y).norm(dim=1).mean(),
     "of a token": lambda x, y: (
         functional.mse_loss(x, y) + NORMED.weight.expand(len(x), 6).square().mean()
@@ -230,6 +240,10 @@ UNKNOWN: dict[str, Made] = {
             x, y.sigmoid(), pos_weight=y.sigmoid().mean(0), reduction="sum"
         )
         / len(x)
+    ),
+    "other terms": swapped,
+    "the length of a token": lambda x, y: (
+        functional.mse_loss(x, y) + NORMED.weight.expand(len(x), 6).square().mean().sqrt()
     ),
     "another op": lambda x, y: functional.mse_loss(x - y if len(x) > 5 else y - x, x),
     "the other way round": lambda x, y: functional.mse_loss(x[torch.arange(len(x)).flip(0)], y),

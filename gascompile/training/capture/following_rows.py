@@ -55,6 +55,11 @@ class RowsTraced:
         )
         return [node for node in self.joint.graph_module.graph.nodes if node in behind]
 
+    def numbers(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
+        """Return numbers that tell ``nodes`` and ends apart, the same ones in two traces of the same ops."""
+        ends = [node for node in self.joint.graph_module.graph.nodes if node in self.ends]
+        return {node: number for number, node in enumerate([*ends, *nodes])}
+
 
 def following_rows(
     one: RowsTraced,
@@ -73,8 +78,10 @@ def following_rows(
     graph, nodes, others = one.joint.graph_module.graph, one.nodes(), other.nodes()
     looked_up = _by_own_number(graph, places)
     free = drawn_alone(graph) | uniform_alone(graph) | needed(list(looked_up.values()))
-    first = {node: number for number, node in enumerate(nodes)}
-    second = {node: number for number, node in enumerate(others)}
+    first, second = one.numbers(nodes), other.numbers(others)
+    if {first.get(root) for root in one.roots} != {second.get(root) for root in other.roots}:
+        return one.roots[0], "is of other values for another number of rows"
+    looked_at = {*nodes}
     for node, its in itertools.zip_longest(nodes, others):
         if node is None or its is None or _kind(node, one.joint) != _kind(its, other.joint):
             return node or its, "is another op for another number of rows"
@@ -85,7 +92,7 @@ def following_rows(
         numbers = (_numbers(n, is_sized=has_rows or node in free) for n in (node, its))
         is_same = node in scaling or len({repr(of) for of in numbers}) == 1
         is_free = node in free and all(
-            _keeps_rows(u, places, free) for u in node.users if u in first
+            _keeps_rows(u, places, free) for u in node.users if u in looked_at
         )
         if not is_same or not (is_free or _has_same_sizes(node, its, states, one.rows, other.rows)):
             return node, "follows the number of rows"

@@ -33,11 +33,11 @@ MEAN, SUM = 1, 2
 """Torch's numbers of these reductions."""
 
 
-def of_batch(joint: Joint, rows: int) -> set[fx.Node]:
-    """Return what depends on the batch, or is as large as it by what is there once for each of its rows."""
+def of_batch(joint: Joint, rows: int = 0) -> set[fx.Node]:
+    """Return what depends on the batch; with a number of ``rows`` also what is there once for each of them."""
     graph = joint.graph_module.graph
     batch = [node for node in graph.nodes if node.name in joint.inputs]
-    dependent = {*batch, *repeated(graph, batch, rows)}
+    dependent = {*batch, *(repeated(graph, batch, rows) if rows else ())}
     for node in graph.nodes:
         if not dependent.isdisjoint(node.all_input_nodes):
             dependent.add(node)
@@ -49,7 +49,10 @@ def own_backward(joint: Joint) -> str:
     record = joint.record
     if not isinstance(record, CaptureRecord) or not record.running.calls_back:
         return ""
-    return next(iter(record.running.backward), "a hook runs in the backward pass")
+    return next(
+        iter(record.running.backward),
+        "code in Python, as hooks of modules are, runs in the backward pass",
+    )
 
 
 def reduction_of(node: fx.Node) -> int | None:

@@ -215,7 +215,8 @@ class _Proof:
             num_doubts = len(self.doubts)
             self.look([(source, factor) for source in given])
             if num_doubts == len(self.doubts):
-                self.doubts.append(_Doubt(node, "of a mean is none", is_certain=True))
+                is_certain = node in of_batch(self.joint)
+                self.doubts.append(_Doubt(node, "of a mean is none", is_certain))
         else:
             why = "divides by what depends on the batch" if name == "div" else "is no mean"
             self.doubts.append(_Doubt(node, f"{why} as far as its graph shows"))
