@@ -242,6 +242,9 @@ UNKNOWN: dict[str, Made] = {
         / len(x)
     ),
     "other terms": swapped,
+    "none of a few rows": lambda x, y: (
+        functional.mse_loss(x, y) if len(x) > 5 else NORMED.weight.square().sum() + 0 * x.sum()
+    ),
     "the length of a token": lambda x, y: (
         functional.mse_loss(x, y) + NORMED.weight.expand(len(x), 6).square().mean().sqrt()
     ),
@@ -289,6 +292,24 @@ def test_what_is_no_mean_is_refused(name: str, rows: int) -> None:
 def test_what_is_not_known_is_said(name: str) -> None:
     with pytest.warns(UserWarning, match=r"that is not known.*let loss_fn return a mean"):
         looked_at(UNKNOWN[name])
+
+
+def test_a_loss_of_a_few_rows_may_be_of_none() -> None:
+    model, batch = nn.Linear(6, 6), torch.randn(4, 6)
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        of = model(batch) if len(batch) > 5 else next(model.parameters())
+        loss: torch.Tensor = of.square().mean()
+        return loss
+
+    loss = RankLoss(loss_fn, 2)
+
+    def more(batch: Any) -> tuple[Any, Joint]:
+        wide = with_more_rows(batch)
+        return wide, capture_joint(model, loss, wide)
+
+    with pytest.warns(UserWarning, match="is of other values"):
+        require_mean(capture_joint(model, loss, batch), batch, more, warns=True)
 
 
 def models() -> dict[str, tuple[nn.Module, dict[str, torch.Tensor]]]:

@@ -80,7 +80,7 @@ def following_rows(
     free = drawn_alone(graph) | uniform_alone(graph) | needed(list(looked_up.values()))
     first, second = one.numbers(nodes), other.numbers(others)
     if {first.get(root) for root in one.roots} != {second.get(root) for root in other.roots}:
-        return one.roots[0], "is of other values for another number of rows"
+        return one.joint.loss, "is of other values for another number of rows"
     looked_at = {*nodes}
     for node, its in itertools.zip_longest(nodes, others):
         if node is None or its is None or _kind(node, one.joint) != _kind(its, other.joint):
