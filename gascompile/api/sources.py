@@ -23,8 +23,8 @@ from gascompile.core.model_libraries import model_libraries
 from gascompile.core.sizes import parse_size
 from gascompile.formats.dtypes import FLOATING, is_lossless
 from gascompile.formats.layout import is_read_packed
-from gascompile.weights.checkpoint import is_gguf, kind_of_weights, open_checkpoint
-from gascompile.weights.onnx_file import is_onnx
+from gascompile.weights.checkpoint import kind_of_weights, open_checkpoint
+from gascompile.weights.file_kinds import is_gguf, is_onnx
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import torch
 
-from gascompile.codegen.cpp import HEADER
 from gascompile.core.errors import GASCompileError
 
+HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>"
+"""What a source of kernels begins with."""
 _TIMEOUT_S = 300.0  # kernels take seconds each; a compiler that hangs is given up
 _FIRST_TO_GO = ("sh", "-c", 'echo 1000 2>&- >/proc/self/oom_score_adj; exec "$0" "$@"')
 """Runs a command that the kernel kills before any other where memory runs out: it would kill the largest, this one."""

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from gascompile.codegen.build import HEADER
 from gascompile.core.deferral import deferring
 from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.kernels import Kernel, Launch, Layout, Pointer
 from gascompile.passes.graph.segments import layout
 from gascompile.runtime.kernels.fused import one_by_one
 
-HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>"
 _OPTIONS = {
     "force_pointwise_cat": True,
     "cpp_wrapper": False,

@@ -22,7 +22,7 @@ from gascompile.core.errors import CheckpointError, StorageError
 from gascompile.core.program import InputSpec, Program
 from gascompile.core.sizes import format_size
 from gascompile.weights.checkpoint import open_checkpoint
-from gascompile.weights.onnx_file import is_onnx
+from gascompile.weights.file_kinds import is_onnx
 from gascompile.weights.values import stored_value
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}

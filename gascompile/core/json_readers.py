@@ -36,7 +36,7 @@ def reader_of(hint: Any) -> Reader:
     if origin in (Union, types.UnionType):
         return _union_reader(args)
     if origin is tuple:
-        return _tuple_reader(reader_of(args[0]))
+        return _tuple_reader(reader_of(args[0])) if args[0] is not str else _read_texts
     if origin is Mapping:
         return _mapping_reader(reader_of(args[1]))
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
@@ -201,11 +201,25 @@ def _read_int(data: Any, where: Where) -> Any:
     return _read_scalar(int, data, where)
 
 
-_MAX_INT = _MAX_NUMBER[int]
+def _read_float(data: Any, where: Where) -> Any:
+    if type(data) is float and -_MAX_FLOAT <= data <= _MAX_FLOAT:
+        return data
+    return _read_scalar(float, data, where)
+
+
+def _read_texts(data: Any, where: Where) -> Any:
+    if type(data) is list and set(map(type, data)) <= _TEXT and all(map(str.isascii, data)):
+        return tuple(data)
+    return _read_each_text(data, where)
+
+
+_MAX_INT, _MAX_FLOAT = _MAX_NUMBER[int], _MAX_NUMBER[float]
+_TEXT = frozenset({str})
+_read_each_text = _tuple_reader(_read_text)
 _READERS: Mapping[type, Reader] = {
     str: _read_text,
     int: _read_int,
-    float: functools.partial(_read_scalar, float),
+    float: _read_float,
     bool: functools.partial(_read_scalar, bool),
 }
 

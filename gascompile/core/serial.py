@@ -167,6 +167,7 @@ def parse_json(raw: bytes | str, *, where: str, strict: bool = True) -> Any:
     return data
 
 
+_NESTING = frozenset({dict, list})
 MAX_DEPTH = 64
 """Of lists and objects in one another; what reads them may recurse."""
 
@@ -178,15 +179,14 @@ def _too_deep(where: str) -> FormatError:
 
 
 def _depth_exceeds(data: Any, limit: int) -> bool:
-    """Return whether ``data`` is nested more deeply than ``limit``."""
-    level = [data]
+    """Return whether ``data``, as Python's reader makes it, is nested more deeply than ``limit``."""
+    level = [data] if type(data) in _NESTING else []
     for _ in range(limit + 1):
         level = [
             item
             for held in level
-            if isinstance(held, (dict, list))
-            for item in (held.values() if isinstance(held, dict) else held)
-            if isinstance(item, (dict, list))
+            for item in (held.values() if type(held) is dict else held)
+            if type(item) in _NESTING
         ]
         if not level:
             return False

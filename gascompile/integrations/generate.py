@@ -17,7 +17,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from gascompile.api.together import plan_together
 from gascompile.capture.calls import bind_call
 from gascompile.core.errors import CaptureError, PlanMismatchError, UnsupportedOpError
 from gascompile.integrations.cache_argument import (
@@ -239,6 +238,8 @@ def _planned_for(compiled: Any, cache: FixedCache, kwargs: dict[str, Any], rows:
     drafts = []
     if cache.has_drafts and keep is not None:
         drafts.append(ranged(piece | {"logits_to_keep": 0}, _DRAFTS))
+    from gascompile.api.together import plan_together  # most calls generate nothing
+
     token, prompts = ranged(piece, 1), [ranged(piece, size) for size in _PIECES]
     choices = [[token, prompt, *drafts] for prompt in prompts] + [[token, *drafts]]
     taken_bytes = [

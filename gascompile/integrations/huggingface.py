@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 from gascompile.core.errors import CheckpointError, FormatError
 from gascompile.core.files import is_file
 from gascompile.core.serial import read_json
-from gascompile.weights.checkpoint import is_gguf, kind_of_weights, open_checkpoint
+from gascompile.weights.checkpoint import kind_of_weights, open_checkpoint
+from gascompile.weights.file_kinds import is_gguf
 from gascompile.weights.quantisation import quantisation_of, scheme_of
 
 

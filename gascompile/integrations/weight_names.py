@@ -16,7 +16,6 @@ from typing import Any
 from gascompile.core.errors import CheckpointError
 from gascompile.core.sources import Extent, WeightSource
 from gascompile.integrations.adapter_names import base_name, with_base_names
-from gascompile.integrations.gguf_names import with_gguf_names
 from gascompile.integrations.huggingface import strip_prefix, transformers_models
 from gascompile.weights.checkpoint import Checkpoint
 from gascompile.weights.rows import lies_packed
@@ -40,9 +39,11 @@ def with_model_names(model: Any, checkpoint: Checkpoint) -> Checkpoint:
         CheckpointError: a conversion needs arithmetic or a transpose, so the bytes cannot be used in place; or an
             adapter has no values.
     """
-    is_gguf = checkpoint.gguf is not None
-    renamed = with_gguf_names(model, checkpoint) if is_gguf else _of_library(model, checkpoint)
-    return with_base_names(model, renamed)
+    if checkpoint.gguf is None:
+        return with_base_names(model, _of_library(model, checkpoint))
+    from gascompile.integrations.gguf_names import with_gguf_names
+
+    return with_base_names(model, with_gguf_names(model, checkpoint))
 
 
 def _of_library(model: Any, checkpoint: Checkpoint) -> Checkpoint:

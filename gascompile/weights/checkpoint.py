@@ -10,19 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gascompile.core import serial
-from gascompile.core.errors import CheckpointError, FormatError, StorageError
-from gascompile.core.files import is_file, is_folder, open_regular
+from gascompile.core.errors import CheckpointError, FormatError
+from gascompile.core.files import is_file, is_folder
 from gascompile.core.model_libraries import model_libraries
 from gascompile.core.serial import parse_json, read_json
 from gascompile.core.sources import Extent, FileStamp, WeightSource
 from gascompile.formats.packings import packing_of
-from gascompile.weights.gguf import MAGIC, Scalar, read_gguf_header
-from gascompile.weights.onnx_file import is_onnx, read_onnx
+from gascompile.weights.file_kinds import PICKLED, is_gguf, is_onnx, is_pickled
 from gascompile.weights.opening import opened
 from gascompile.weights.quantisation import quantisation_of
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from gascompile.weights.gguf import Scalar
 
 _INDEX = ".index.json"
 _PICKLED_FILE = "pytorch_model.bin"
@@ -32,7 +33,6 @@ MAX_HEADER_BYTES = 100 << 20
 """The limit of the safetensors format itself."""
 
 _MAX_DIMENSIONS = 64  # ops of torch take no more
-_PICKLED = frozenset((".bin", ".pt", ".pth", ".ckpt"))
 
 _DTYPES = {
     "F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2),
@@ -72,11 +72,16 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """
     root = Path(path)
     files = _files(root)
+    # Each reader is imported where a file is of its format.
     if is_onnx(files[0]):
+        from gascompile.weights.onnx_file import read_onnx
+
         graph = read_onnx(files[0])
         sources = {source.name: source for source in graph.weights.values()}
         return Checkpoint(sources=sources, stamps=graph.stamps)
     if is_gguf(files[0]):
+        from gascompile.weights.gguf import read_gguf_header
+
         header = read_gguf_header(files[0])
         return Checkpoint(sources=header.sources, stamps=(header.stamp,), gguf=header.metadata)
     sources = {}
@@ -127,7 +132,7 @@ def _files(root: Path) -> list[Path]:
         )
     if files:
         return _shard_files(files[0]) if files[0].name.endswith(_INDEX) else files
-    pickled = sorted(path.name for path in root.iterdir() if path.suffix in _PICKLED)
+    pickled = sorted(path.name for path in root.iterdir() if path.suffix in PICKLED)
     if pickled:
         raise CheckpointError(
             f"{root} holds no .safetensors file and no {_PICKLED_FILE}; pass the file with the model's weights, if "
@@ -179,27 +184,6 @@ def _shard_files(index: Path) -> list[Path]:
     return files
 
 
-def starts_with(file: Path, magic: bytes) -> bool:
-    """Return whether a file begins with some bytes; not where it cannot be read."""
-    try:
-        with open(open_regular(file), "rb") as stream:
-            return stream.read(len(magic)) == magic
-    except (OSError, StorageError):
-        return False
-
-
-def is_gguf(file: Path) -> bool:
-    """Return whether a file is, or says that it is, of llama.cpp's format."""
-    return starts_with(file, MAGIC)
-
-
-def is_pickled(file: Path) -> bool:
-    """Return whether a file is of ``torch.save``, of today's format or of the one before torch 1.6."""
-    return starts_with(file, b"PK\x03\x04") or (
-        file.suffix in _PICKLED and starts_with(file, b"\x80")
-    )
-
-
 def header_digest(file: Path) -> str:
     """Return the digest that the stamp of a file has; raises ``CheckpointError``."""
     (stamp,) = open_checkpoint(file).stamps
@@ -237,7 +221,7 @@ def read_safetensors_header(file: Path) -> tuple[dict[str, WeightSource], FileSt
             )
         (header_bytes,) = struct.unpack("<Q", prefix)
         if header_bytes > min(MAX_HEADER_BYTES, stat.st_size - 8):
-            other = ", nor one of torch.save" if file.suffix in _PICKLED else ""
+            other = ", nor one of torch.save" if file.suffix in PICKLED else ""
             raise CheckpointError(
                 f"{file} is truncated or not a safetensors file{other}: it says that its header has {header_bytes} "
                 f"bytes, the file has {stat.st_size}; download it again"
@@ -251,17 +235,17 @@ def read_safetensors_header(file: Path) -> tuple[dict[str, WeightSource], FileSt
         ) from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{file} has a header that is no object; download it again")
-    data_bytes = stat.st_size - 8 - header_bytes
+    data_bytes, path = stat.st_size - 8 - header_bytes, str(file.resolve())
     sources = {
-        name: _source(file, name, entry, 8 + header_bytes, data_bytes)
+        name: _source(path, name, entry, 8 + header_bytes, data_bytes)
         for name, entry in header.items()
         if name != "__metadata__"
     }
     _check_coverage(file, header, data_bytes)
-    return sources, FileStamp.of(str(file.resolve()), stat, serial.raw_digest(raw))
+    return sources, FileStamp.of(path, stat, serial.raw_digest(raw))
 
 
-def _source(file: Path, name: str, entry: Any, data_start: int, data_bytes: int) -> WeightSource:
+def _source(file: str, name: str, entry: Any, data_start: int, data_bytes: int) -> WeightSource:
     try:
         if isinstance(kind := entry["dtype"], str) and kind not in _DTYPES:
             raise CheckpointError(
@@ -295,7 +279,7 @@ def _source(file: Path, name: str, entry: Any, data_start: int, data_bytes: int)
             f"{file} is truncated: '{name}' ends at byte {end} of the data, the file holds {data_bytes}; "
             "download it again"
         )
-    extent = Extent(path=str(file.resolve()), offset=data_start + begin, size_bytes=end - begin)
+    extent = Extent(path=file, offset=data_start + begin, size_bytes=end - begin)
     return WeightSource(
         name=name, dtype=dtype, shape=shape, extents=(extent,) if end > begin else ()
     )

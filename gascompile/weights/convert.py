@@ -30,10 +30,9 @@ from gascompile.formats.quantize import pack, squared_error
 from gascompile.weights.checkpoint import (
     Checkpoint,
     file_dtype,
-    is_gguf,
-    is_pickled,
     open_checkpoint,
 )
+from gascompile.weights.file_kinds import is_gguf, is_pickled
 from gascompile.weights.rows import WeightRows
 from gascompile.weights.store import writing
 from gascompile.weights.store_check import Advance, Hash, is_whole, note_whole

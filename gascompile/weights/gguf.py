@@ -18,9 +18,9 @@ from gascompile.core.errors import CheckpointError
 from gascompile.core.sizes import align_up
 from gascompile.core.sources import Extent, FileStamp, WeightSource
 from gascompile.formats.layout import BLOCKS
+from gascompile.weights.file_kinds import GGUF_MAGIC
 from gascompile.weights.opening import opened
 
-MAGIC: Final = b"GGUF"
 Scalar = int | float | bool | str
 _VERSIONS = (2, 3)
 _MAX_HEADER_BYTES = 100 << 20
@@ -131,7 +131,7 @@ def _parse(cursor: _Cursor) -> tuple[dict[str, Scalar], dict[str, WeightSource]]
     file = cursor.file
     cursor.skip(4)
     version = cursor.count("<I")
-    if cursor.raw[:4] != MAGIC or version not in _VERSIONS:
+    if cursor.raw[:4] != GGUF_MAGIC or version not in _VERSIONS:
         raise CheckpointError(
             f"{file} is no GGUF file of version 2 or 3 with little-endian numbers; convert the model again with a "
             "llama.cpp of today"

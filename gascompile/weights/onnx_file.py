@@ -68,11 +68,6 @@ class OnnxFile:
     stamps: tuple[FileStamp, ...]
 
 
-def is_onnx(file: Path) -> bool:
-    """Return whether a file says by its name that it is an ONNX model; the format has no mark of its own."""
-    return file.suffix == ".onnx" and is_file(file)
-
-
 def read_onnx(file: Path) -> OnnxFile:
     """Read the graph of an ONNX model, with the dtypes and shapes that ONNX infers, and find its weights.
 

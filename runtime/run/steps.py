@@ -7,7 +7,7 @@ its result and clears the slots that nobody reads again.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -111,9 +111,10 @@ class _Builder(SiteSteps):
         if mover.op != "placeholder" or any(u.target not in moves.MOVES for u in mover.users):
             raise PlanMismatchError("the graph's first input is no mover: insert the plan's moves")
         inputs: list[tuple[str, int]] = []
+        named = {node.name: node for node in nodes}
         for node in nodes[1:-1]:
             if node.name in self._fused:
-                self._segment(self._fused[node.name], nodes)
+                self._segment(self._fused[node.name], named)
             if node in self._in_segment:
                 continue
             self._enter(node.meta.get(SITE, self._own))
@@ -264,10 +265,9 @@ class _Builder(SiteSteps):
     def _reads(self, node: fx.Node) -> tuple[int, ...]:
         return tuple(self._slot_of[n] for n in node.all_input_nodes if n in self._slot_of)
 
-    def _segment(self, fused: FusedSegment, nodes: list[fx.Node]) -> None:
+    def _segment(self, fused: FusedSegment, named: Mapping[str, fx.Node]) -> None:
         """Make one step of the ops of a segment, and of the views around it that others read."""
         segment, first = fused.segment, self._next_op
-        named = {node.name: node for node in nodes}
         ops = segment_nodes(segment, named, self._plan.ops[first:])
         self._in_segment.update(ops)
         self._next_op += len(ops)

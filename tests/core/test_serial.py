@@ -147,6 +147,29 @@ def test_refuses_a_wrong_type(value: object) -> None:
     refused(data, r"\$\.tensors\[0\]\.bytes")
 
 
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (["a", 1], r"ops\[0\]\.reads\[1\]: expected str, found 1"),
+        (["a", "b", None], r"reads\[2\]: expected str, found None"),
+        (["a\ud800"], r"reads\[0\]: .* holds half a character"),
+        ("ab", r"reads: expected a list, found 'ab'"),
+        ({"a": "b"}, r"reads: expected a list, found dict"),
+    ],
+)
+def test_what_is_no_text_in_a_list_of_texts_is_named(texts: object, message: str) -> None:
+    data: Any = serial.to_json(WORKLOAD)
+    data["ops"][0]["reads"] = texts
+    with pytest.raises(FormatError, match=message):
+        serial.from_json(Workload, data)
+
+
+def test_texts_in_a_list_may_be_of_any_characters() -> None:
+    data: Any = serial.to_json(WORKLOAD)
+    data["ops"][0]["reads"] = ["w\u00e9", "\U0001f600"]
+    assert serial.from_json(Workload, data).ops[0].reads == ("w\u00e9", "\U0001f600")
+
+
 def test_refuses_an_unknown_kind() -> None:
     data = workload_data()
     data["tensors"][0]["kind"] = "wheel"

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
-from gascompile.codegen import backends as fusion_backends
+from gascompile.codegen import gpu_kernels
 from gascompile.codegen.cubin import Image
 from gascompile.codegen.target import GpuTarget
 from gascompile.codegen.triton import TritonSource
@@ -41,10 +41,10 @@ class FusedGpu:
         patch.setattr("gascompile.api.unit.admit_plan", lambda plan: None)
         patch.setattr("gascompile.api.unit.device_of", lambda machine: torch.device("cpu"))
         patch.setattr("gascompile.runtime.run.session.device_for", self._device)
-        patch.setattr(fusion_backends, "target_here", lambda: self.target)
-        patch.setattr(fusion_backends, "open_driver", lambda: self.driver)
-        patch.setattr(fusion_backends, "missing_triton", lambda: "")
-        patch.setattr(fusion_backends, "compile_image", self._compile)
+        patch.setattr(gpu_kernels, "target_here", lambda: self.target)
+        patch.setattr(gpu_kernels, "open_driver", lambda: self.driver)
+        patch.setattr(gpu_kernels, "missing_triton", lambda: "")
+        patch.setattr(gpu_kernels, "compile_image", self._compile)
 
     def restart(self) -> FakeLibrary:
         """Begin as a process that has loaded nothing yet."""

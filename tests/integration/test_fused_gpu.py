@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import gascompile
-from gascompile.codegen import backends as fusion_backends
+from gascompile.codegen import gpu_kernels
 from gascompile.codegen.build import KernelBuildError
 from gascompile.codegen.cubin import Image
 from gascompile.codegen.target import GpuTarget
@@ -87,7 +87,7 @@ def test_a_kernel_that_does_not_compile_leaves_the_others(
             raise KernelBuildError("too much shared memory")
         return compile_image(source, target)
 
-    monkeypatch.setattr(fusion_backends, "compile_image", refuse_first)
+    monkeypatch.setattr(gpu_kernels, "compile_image", refuse_first)
     with gascompile.compile(
         gated, None, rows, machine=gpu.machine, cache_dir=cache, **ALWAYS
     ) as compiled:
@@ -105,7 +105,7 @@ def test_without_triton_ops_run_one_by_one_until_it_is_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for missing in ("Triton is not installed", ""):
-        monkeypatch.setattr(fusion_backends, "missing_triton", lambda reason=missing: reason)
+        monkeypatch.setattr(gpu_kernels, "missing_triton", lambda reason=missing: reason)
         with gascompile.compile(
             gated, None, rows, machine=gpu.machine, cache_dir=cache, **ALWAYS
         ) as compiled:
@@ -190,7 +190,7 @@ def test_another_compiler_is_no_reason_to_leave_kernels_out(
     bundle: Path, gpu: FusedGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gascompile.codegen.cubin.triton_version", lambda: "0.0")
-    monkeypatch.setattr(fusion_backends, "missing_triton", lambda: "there is none")
+    monkeypatch.setattr(gpu_kernels, "missing_triton", lambda: "there is none")
     with gascompile.load(bundle, any_machine=True, allow_code=True) as loaded:
         assert loaded.fused is not None
         assert loaded.fused.num_ops > 0
@@ -211,7 +211,7 @@ SECOND_PROCESS = """
 import sys
 from types import SimpleNamespace
 import torch, gascompile, gascompile.api.load
-from gascompile.codegen import backends as fusion_backends
+from gascompile.codegen import gpu_kernels
 from gascompile.codegen.target import GpuTarget
 from gascompile.runtime.devices.driver import CudaDriver
 from gascompile.runtime.devices.cuda import CudaDevice
@@ -233,8 +233,8 @@ library = SimpleNamespace(
     cuLaunchKernel=launch,
 )
 driver = CudaDriver(library, lambda device: 7)
-fusion_backends.open_driver = lambda: driver
-fusion_backends.target_here = lambda: GpuTarget(major=9, minor=0, multi_processor_count=132)
+gpu_kernels.open_driver = lambda: driver
+gpu_kernels.target_here = lambda: GpuTarget(major=9, minor=0, multi_processor_count=132)
 gascompile.api.load.admit_saved = lambda plan: plan
 gascompile.api.unit.admit_plan = lambda plan: None
 gascompile.api.unit.device_of = lambda machine: torch.device("cpu")

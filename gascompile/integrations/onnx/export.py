@@ -29,7 +29,7 @@ from gascompile.integrations.onnx.from_program import (
 from gascompile.integrations.onnx.module import OnnxModel
 from gascompile.integrations.onnx.write import Written, require_unwritten, write_onnx
 from gascompile.weights.checkpoint import open_checkpoint_of
-from gascompile.weights.onnx_file import is_onnx
+from gascompile.weights.file_kinds import is_onnx
 from gascompile.weights.resolve import resolve_weights, with_held_tensors
 from gascompile.weights.store import STORE
 

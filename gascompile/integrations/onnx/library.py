@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gascompile.core.errors import CheckpointError
-from gascompile.weights.onnx_file import is_onnx as is_directory
+from gascompile.weights.file_kinds import is_onnx as is_directory
 
 if TYPE_CHECKING:
     import torch
