@@ -26,7 +26,7 @@ from gascompile.bundles.kept_captures import (
 )
 from gascompile.capture.fingerprint.fingerprint import ModulePrint
 from gascompile.capture.record.dependencies import Dependencies
-from gascompile.capture.record.kept_watches import watched
+from gascompile.capture.record.kept_watches import unseen, watched
 from gascompile.capture.record.record import CaptureRecord, Recorded
 from gascompile.capture.record.watched import Watches
 from gascompile.core import serial
@@ -94,7 +94,7 @@ class CachedPlan:
             self._say_what_is_new()
             return None
         self.is_there, self.known = True, read_known(self.folder)
-        broken = self.known.broken() if self.known else "what it depends on is not known"
+        broken = self.broken(self.known) if self.known else "what it depends on is not known"
         reason = broken or outdated(cached)
         if reason:
             _log.info("the cached plan %s is made again: %s", self.folder, reason)
@@ -119,12 +119,24 @@ class CachedPlan:
             new = ", ".join(fewest)
             _log.info("%s is planned: the kept plan had other %s", type(self.model).__name__, new)
 
+    def broken(self, known: Dependencies) -> str | None:
+        """Return why what is kept does not hold here, or ``None``."""
+        if broken := known.broken():
+            return broken
+        key = unseen(self.model, known, self._functions)
+        return None if key is None else f"{key}, which ran, is not found in this process"
+
+    @property
+    def _functions(self) -> tuple[Callable[..., Any], ...]:
+        return () if self.loss_fn is None else (self.loss_fn,)
+
     def basis(self) -> Basis:
         """Return what a plan that was read rests on."""
         assert self.known is not None
-        functions = () if self.loss_fn is None else (self.loss_fn,)
-        watches = watched(self.model, self.known, functions, versions=self.loss_fn is None)
-        return Basis(watches, self.known)
+        is_step = self.loss_fn is not None
+        return Basis(
+            watched(self.model, self.known, self._functions, versions=not is_step), self.known
+        )
 
     def refuse(self, error: Exception) -> None:
         """Say that the plan cannot be used after all."""
@@ -137,7 +149,7 @@ class CachedPlan:
         kept = read_capture(self._trace)
         if kept is None:
             return None
-        if broken := kept.known.broken():
+        if broken := self.broken(kept.known):
             _log.info("the kept capture %s is made again: %s", self._trace, broken)
             return None
         _log.info("%s is not captured again, but planned", type(self.model).__name__)

@@ -180,7 +180,7 @@ class SavedPlans:
             raise FormatError(
                 f"{files.folder} does not say what it depends on; save the plan again"
             )
-        if broken := place.known.broken():
+        if broken := place.broken(place.known):
             raise PlanMismatchError(f"the plan in {files.folder} does not hold any more: {broken}")
         return bundle
 

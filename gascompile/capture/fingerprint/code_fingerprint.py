@@ -37,6 +37,11 @@ def code_parts(code: types.CodeType) -> Iterator[object]:
             yield _constant(constant)
 
 
+def code_digest(code: types.CodeType) -> str:
+    """Return what tells code from all that does or names anything else."""
+    return hashlib.blake2b(repr(list(code_parts(code))).encode(), digest_size=8).hexdigest()
+
+
 def _constant(constant: object) -> object:
     """Return a constant in an order that is the same in every process."""
     if isinstance(constant, frozenset):

@@ -64,7 +64,9 @@ def origin_of_module(module: types.ModuleType | None) -> Origin:
     path = getattr(module, "__file__", None)
     name = vars(module).get("__name__")
     if isinstance(path, str) and (path.startswith("<") or os.path.isabs(path)):
-        return origin_of_file(path)
+        origin = origin_of_file(path)
+        # A program that is read from standard input says that it is in the file <stdin>.
+        return Origin.USER if origin is Origin.MADE else origin
     if name in sys.builtin_module_names or _is_frozen(module):
         return Origin.PYTHON
     if isinstance(name, str) and name.partition(".")[0] == "torch":

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from gascompile.capture.fingerprint.code_fingerprint import module_digest
+from gascompile.capture.fingerprint.code_fingerprint import code_digest, module_digest
 from gascompile.capture.fingerprint.code_names import absolute_name, names_of
 from gascompile.capture.fingerprint.code_origin import (
     Origin,
@@ -76,6 +76,8 @@ class Dependencies:
     reads: tuple[str, ...] | None
     """Attributes that were read; ``None`` for all."""
     ran: tuple[str, ...]
+    own: tuple[str, ...] | None = None
+    """The program's code that ran and was there before, by ``own_key``; ``None`` where an earlier version kept none."""
     inert: tuple[str, ...] = ()
     """Values that the capture changes itself, and that are proven not to matter."""
     settings: Mapping[str, str] = field(default_factory=dict)
@@ -83,6 +85,8 @@ class Dependencies:
 
     def broken(self) -> str | None:
         """Return what is not as it was, or ``None``."""
+        if self.own is None:
+            return "it is not known which code of the program ran"
         for key, was in self.environment.items():
             if _text_digest(variable(key)) != was:
                 return f"the environment variable {key} has another value"
@@ -131,8 +135,9 @@ def dependencies(
     reasons: list[str] = []
     imported, modules = _modules(running)
     functions: dict[str, str] = {}
-    for body, space in own:
-        if place_of(body) in reached or space.get("__name__") in imported:
+    there = [(body, space) for body, space in own if space.get("__name__") not in imported]
+    for body, space in there:
+        if place_of(body) in reached:
             continue
         name = f"{space.get('__name__')}:{body.co_qualname}"
         if _function_code(name) is not body:
@@ -162,9 +167,15 @@ def dependencies(
         loaded=tuple(sorted(running.imported & used.keys())),
         reads=None if reads.names is None else tuple(sorted(reads.names)),
         ran=tuple(sorted(reads.ran or ())),
+        own=tuple(sorted({own_key(body) for body, _ in there})),
         settings={name: repr(SETTINGS[name]()) for name in sorted(running.settings)},
     )
     return known, reasons
+
+
+def own_key(code: types.CodeType) -> str:
+    """Return what names the program's code in every process, wherever its file lies."""
+    return f"{code.co_qualname}:{code_digest(code)}"
 
 
 def _modules(running: Running) -> tuple[dict[str, str], dict[str, str]]:

@@ -6,13 +6,14 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from gascompile.capture.fingerprint.code_names import codes_in
-from gascompile.capture.fingerprint.code_origin import key_of
-from gascompile.capture.record.dependencies import Dependencies, moved_places
+from gascompile.capture.fingerprint.code_origin import key_of, origin_of_module
+from gascompile.capture.record.dependencies import Dependencies, moved_places, own_key
 from gascompile.capture.record.library_values import place_key
 from gascompile.capture.record.record import is_of_library, is_own
 from gascompile.capture.record.watched import Watches
@@ -28,11 +29,13 @@ def watched(
 ) -> Watches:
     """Return the values that a capture of another process read, as they are now; see ``Recorder``."""
     code, moved = _code_of(known), moved_places(known)
+    own, reads = [row for row in code if is_own(*row)], known.reading()
+    here = {key_of(body) for body, _ in own}  # the files may lie elsewhere now
     watches = watch(
         model,
         functions,
-        [row for row in code if is_own(*row)],
-        known.reading(),
+        own,
+        replace(reads, ran=frozenset(here.union(reads.ran or ()))),
         versions=versions,
         libraries=[row for row in code if is_of_library(row[0])],
         steady=lambda owner, key: place_key(owner, key) not in moved,
@@ -43,15 +46,40 @@ def watched(
     return watches.without(frozenset(known.inert))
 
 
+def unseen(
+    model: nn.Module, known: Dependencies, functions: Sequence[Callable[..., Any]] = ()
+) -> str | None:
+    """Return which code of the program ran and is not found in this process; ``None`` where all is.
+
+    What it reads would not be watched.
+    """
+    missing = set(known.own or ())
+    if missing:
+        missing -= {own_key(code) for code, _ in _code_of(known)}
+    if missing:
+        followed = watched(model, known, functions).functions
+        missing -= {own_key(inner) for code in followed for inner in codes_in(code)}
+    return next((key.rpartition(":")[0] for key in sorted(missing)), None)
+
+
 def _code_of(known: Dependencies) -> list[Code]:
     """Return the functions that ran and that are loaded, with their globals."""
-    ran, codes_there = set(known.ran), []
+    ran, own, codes_there = set(known.ran), set(known.own or ()), []
     files, names = ({key.rpartition(":")[part] for key in ran} for part in (0, 2))
+    names |= {key.rpartition(":")[0] for key in own}
     modules: list[tuple[str, Any]] = list(sys.modules.items())
     for name, module in modules:
-        if isinstance(module, types.ModuleType) and vars(module).get("__file__") in files:
+        if not isinstance(module, types.ModuleType):
+            continue
+        # The program's code may lie in no file, or in another one than before.
+        is_own_module = bool(own) and not origin_of_module(module).versioned
+        if is_own_module or vars(module).get("__file__") in files:
             codes = (code for code in _codes(name, module) if code.co_qualname in names)
-            codes_there += [(code, vars(module)) for code in codes if key_of(code) in ran]
+            codes_there += [
+                (code, vars(module))
+                for code in codes
+                if key_of(code) in ran or (is_own_module and own_key(code) in own)
+            ]
     return codes_there
 
 

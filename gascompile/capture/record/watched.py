@@ -108,6 +108,8 @@ class Watches:
         self._sets: list[tuple[set[Any], frozenset[Any], str]] = []
         self.absent: list[Place] = []
         """Modules with the names of variables that they do not have yet."""
+        self.functions: list[types.CodeType] = []
+        """Code of the program's functions whose names were followed."""
         self.moving: list[str] = []
         """Names of what gives another value each time it is asked."""
 

@@ -275,6 +275,7 @@ class _Walk:
         for key in vars(function):
             if self._reads.has(key):
                 self.item(vars(function), key, f"{name}.{key}")
+        self.watches.functions.append(function.__code__)
         self.names(names_of(function.__code__), function.__globals__)
 
     def names(self, names: Names, space: dict[str, Any]) -> None:
