@@ -133,15 +133,18 @@ def capture_joint(
     """
     storages = storages or Storages(model)
     leaves, spec = pytree.tree_flatten(batch)
+    inputs = [leaf if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
     substitutes = TraceSubstitutes(model, storages)
 
     def traced(trial: Trial | None = None) -> EffectTrace[_Traced]:
         recorder = Recorder(model, loss_fn, trial=trial)
         caches = torch.is_autocast_cache_enabled()
         kind = TracedModel if calls else TracedLoss
-        wrapped = kind(model, loss_fn, spec, substitutes, recorder, trains=trains, caches=caches)
+        wrapped = kind(
+            model, loss_fn, spec, leaves, substitutes, recorder, trains=trains, caches=caches
+        )
         with recorder.around(), backward_recorded(recorder), numbered_norms(model) as norms:
-            graph = _captured(wrapped, leaves)
+            graph = _captured(wrapped, inputs)
         return EffectTrace(captured=_Traced(wrapped, norms), graph_module=graph, recorder=recorder)
 
     num_known, asks, recorders = -1, False, list[Recorder]()

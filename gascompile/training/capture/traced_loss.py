@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from gascompile.capture.record.record import Recorder
 from gascompile.core.errors import CaptureError, UnsupportedOpError
+from gascompile.core.signature import same_tensors
 from gascompile.training.capture.trace_substitutes import TraceSubstitutes
 from gascompile.training.state.aliasing import places
 from gascompile.training.state.open_tensors import outline
@@ -29,6 +30,7 @@ class TracedLoss(nn.Module):
         model: nn.Module,
         loss_fn: LossFunction,
         spec: pytree.TreeSpec,
+        given: Sequence[Any],
         substitutes: TraceSubstitutes,
         recorder: Recorder,
         *,
@@ -39,6 +41,7 @@ class TracedLoss(nn.Module):
 
         Args:
             spec: of the batch.
+            given: its leaves.
             substitutes: what the loss sees in the place of real tensors.
             recorder: takes note of what the loss reads in Python.
             trains: False for the value alone.
@@ -49,14 +52,19 @@ class TracedLoss(nn.Module):
         self._recorder = recorder
         self.model = model
         self._loss_fn, self._spec, self._trains = loss_fn, spec, trains
+        self._given, self._places = given, same_tensors(given)
         self._substitutes = substitutes
         self.outside = list(substitutes.outside)
         for number, tensor in enumerate(self.outside):
             self.register_buffer(f"{OUTSIDE}{number}", outline(tensor))
 
     def computed(self, leaves: Sequence[Any]) -> Any:
-        """Return what ``loss_fn`` returns."""
-        batch = pytree.tree_unflatten(leaves, self._spec)
+        """Return what ``loss_fn`` returns: it gets one tensor where one is given twice, and else what was given."""
+        traced = [
+            leaves[place] if isinstance(own, torch.Tensor) else own
+            for own, place in zip(self._given, self._places, strict=True)
+        ]
+        batch = pytree.tree_unflatten(traced, self._spec)
         outside = {
             id(real): self.get_buffer(f"{OUTSIDE}{number}")
             for number, real in enumerate(self.outside)

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from gascompile.capture.batches import plain_structure
 from gascompile.capture.torch_settings import settings_now
 from gascompile.core import serial
+from gascompile.core.signature import same_tensors
 
 
 def leaf_kinds(batch: Any) -> list[object]:
@@ -50,7 +51,7 @@ def kind_of(
     structure = plain_structure(batch, leaves)
     if structure is None:
         return _slow_digest(batch, others)
-    key = structure, tuple([_kind_key(leaf) for leaf in leaves]), others
+    key = structure, tuple([_kind_key(leaf) for leaf in leaves]), same_tensors(leaves), others
     if key not in _KNOWN:
         if len(_KNOWN) >= _MOST_KINDS:
             _KNOWN.clear()
@@ -68,7 +69,9 @@ def _kind_key(leaf: Any) -> Hashable:
 
 
 def _slow_digest(batch: Any, others: tuple[Any, ...]) -> str:
-    return _digest_of(str(pytree.tree_structure(batch)), _told(leaf_kinds(batch)), *others)
+    leaves, structure = pytree.tree_flatten(batch)
+    # Of one tensor that is given twice, the loss gets one.
+    return _digest_of(str(structure), _told(leaf_kinds(batch)), same_tensors(leaves), *others)
 
 
 @lru_cache(maxsize=_MOST_KINDS)
