@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from gascompile.capture.fingerprint.code_names import codes_in
-from gascompile.capture.fingerprint.code_origin import key_of, origin_of_module
+from gascompile.capture.fingerprint.code_origin import key_of, origin_of_module, wrapped_by
 from gascompile.capture.record.dependencies import Dependencies, moved_places, own_key
 from gascompile.capture.record.library_values import place_key
 from gascompile.capture.record.record import is_of_library, is_own
@@ -99,11 +98,12 @@ def _codes(name: str, module: types.ModuleType) -> Iterator[types.CodeType]:
             inner = value.fget
         elif issubclass(type(value), (classmethod, staticmethod, types.MethodType)):
             inner = value.__func__
-        if not callable(inner):
-            continue
-        code = getattr(inspect.unwrap(inner), "__code__", None)
-        if isinstance(code, types.CodeType):
-            yield from codes_in(code)
+        passed: dict[int, Any] = {}  # some objects answer whatever they are asked, without end
+        while id(inner) not in passed and (wrapped := wrapped_by(inner)) is not None:
+            passed[id(inner)] = inner
+            inner = wrapped
+        if issubclass(type(inner), types.FunctionType):
+            yield from codes_in(inner.__code__)
 
 
 def _module_of(value: object) -> object:
