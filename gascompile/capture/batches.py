@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections import UserDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -42,6 +42,18 @@ def admit(batch: Any) -> None:
                 _register(leaf)
                 known = False
                 break
+
+
+def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
+    """Return the batch with its tensors changed; one that is given twice is changed once, and stays one."""
+    changed: dict[int, torch.Tensor] = {}
+
+    def once(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in changed:
+            changed[id(tensor)] = change(tensor)
+        return changed[id(tensor)]
+
+    return pytree.tree_map_only(torch.Tensor, once, batch)
 
 
 def plain_structure(batch: Any, leaves: list[Any]) -> Hashable:

@@ -39,8 +39,8 @@ from gascompile.training.step_planner import StepPlanner
 from gascompile.training.step_session import on_device, open_session
 from gascompile.training.unit import StepUnit
 
-OPEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Models whose values a step has."""
+OPEN: weakref.WeakKeyDictionary[nn.Module, weakref.ref[UnitMaker]] = weakref.WeakKeyDictionary()
+"""Models whose values a step has, and who made its units."""
 
 
 def require_free(model: nn.Module) -> None:
@@ -52,6 +52,9 @@ def require_free(model: nn.Module) -> None:
     for tensor in model.parameters():
         if (cover := vars(tensor).get("_cover")) is not None:
             cover.settle()
+    if (maker := OPEN.get(model, lambda: None)()) is not None:
+        # All values may be back, and who puts them back not yet done.
+        maker.settle()
     if model in OPEN:
         said = "the model belongs to another training step that is open; close that one first"
         raise ValueError(said)
@@ -176,7 +179,7 @@ class UnitMaker(StepPlanner):
                 turn=self.turn,
                 total=self.ranks.total if self.ranks is not None else None,
             )
-            OPEN.add(self._model)
+            OPEN[self._model] = weakref.ref(self)
             return self.states
         needed = {*tensors, *program.tiles} - self.states.divided.keys()
         require_known(needed, self.states.persistent.sizes)

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 import gascompile
+from gascompile.training.pipeline.provable import split_rows
+from gascompile.training.planning.row_draws import with_more_rows
 from tests.training.runs import MACHINE
 
 
@@ -110,3 +112,15 @@ def test_a_tensor_that_is_given_twice_is_one(steps: Steps, is_same_first: bool) 
     with torch.no_grad():
         for other in (x, x.clone(), x):
             torch.testing.assert_close(step.model(x, other), eager(x, other))
+
+
+def test_more_rows_and_fewer_have_one_tensor_where_the_batch_has() -> None:
+    x, other = _x(0), _x(0)
+    for batch in (
+        with_more_rows({"x": x, "y": other, "z": x}),
+        split_rows({"x": x, "y": other, "z": x}, 2)[0],
+    ):
+        assert batch["x"] is batch["z"]
+        assert batch["x"] is not batch["y"]
+        assert torch.equal(batch["x"], batch["y"])
+        assert len(batch["x"]) != len(x)

@@ -6,6 +6,8 @@ import copy
 import gc
 import logging
 import pickle
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from gascompile.core.errors import GASCompileError, OpenStepError, UnsupportedOpError
+from gascompile.runtime.memory.persistent import Persistent
 from gascompile.training.state.holdings import Holdings
 from tests.training.open_steps import (
     Trained,
@@ -336,5 +339,33 @@ def test_who_is_interrupted_while_dropping_a_step_has_its_values(
         found, expected = (model, plain.model) if part == "model" else (optimizer, plain.optimizer)
         assert_same(found.state_dict(), expected.state_dict(), part)
     assert all(type(value) is nn.Parameter for value in model.parameters())
+    with compiled(model, optimizer, tmp_path) as again:
+        again(batches(1)[0])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_new_step_waits_for_the_end_of_one_that_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close = Persistent.close
+    are_back = threading.Event()
+
+    def interrupted(_: Holdings) -> None:
+        raise KeyboardInterrupt
+
+    def slowly(persistent: Persistent) -> None:
+        are_back.set()
+        time.sleep(0.5)
+        close(persistent)
+
+    monkeypatch.setattr(Holdings, "dropped", interrupted)
+    model = new_model().train()
+    optimizer = adamw(model)
+    step = compiled(model, optimizer, tmp_path)
+    step(batches(1)[0])
+    monkeypatch.setattr(Persistent, "close", slowly)
+    del step
+    gc.collect()
+    assert are_back.wait(60)
     with compiled(model, optimizer, tmp_path) as again:
         again(batches(1)[0])

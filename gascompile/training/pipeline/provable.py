@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from gascompile.capture.batches import map_tensors
 from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.program import draws
 from gascompile.distributed.rows import num_rows
@@ -223,8 +224,8 @@ def split_rows(batch: Any, count: int) -> tuple[Any, int]:
         )
     own = rows // count
 
-    def first(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or not leaf.dim():
+    def first(leaf: torch.Tensor) -> torch.Tensor:
+        if not leaf.dim():
             return leaf
         if not leaf.is_contiguous():
             raise UnsupportedOpError(
@@ -232,4 +233,4 @@ def split_rows(batch: Any, count: int) -> tuple[Any, int]:
             )
         return leaf[:own]
 
-    return pytree.tree_map(first, batch), own
+    return map_tensors(first, batch), own

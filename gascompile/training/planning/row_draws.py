@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from gascompile.capture.batches import map_tensors
 from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.program import draws
 from gascompile.passes.parallel.rows import (
@@ -150,9 +151,7 @@ def laws_of(graph: fx.Graph) -> list[list[object]]:
 
 def with_more_rows(batch: Any) -> Any:
     """Return a batch with twice its rows and the last one once more: neither a multiple nor a neighbour."""
-    return pytree.tree_map_only(
-        torch.Tensor, lambda x: torch.cat([x, x, x[-1:]]) if x.dim() and len(x) else x, batch
-    )
+    return map_tensors(lambda x: torch.cat([x, x, x[-1:]]) if x.dim() and len(x) else x, batch)
 
 
 def draw_by_rows(joint: Joint, more: Joint, ranks: int) -> None:

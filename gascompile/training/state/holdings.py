@@ -198,7 +198,7 @@ class Holdings:
             self._maker.session.end()
         self._units.clear()
         self._maker.states = self._maker.session = None
-        OPEN.discard(self._model)
+        OPEN.pop(self._model, None)
         if lost is not None:
             raise lost
         if self._unsaved is not None:
