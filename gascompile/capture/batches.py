@@ -1,8 +1,8 @@
 """Batches: which objects may hold tensors of a batch, and what else may stand in one.
 
 Tensors are found by torch's pytrees. Classes that torch does not know, such as dataclasses and the mappings that
-tokenizers return, are registered when they are met. What is no tensor is told apart by its ``repr``, so
-nothing may stand there whose ``repr`` leaves something out.
+tokenizers return, are registered when they are met, with what they have beside their fields. What is no tensor is
+told apart by what ``told`` says of it, and nothing may stand there that has more to it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from gascompile.capture.batch_classes import PLAIN, is_said, told
 from gascompile.core.errors import CaptureError
 
-_PLAIN = {torch.Tensor, type(None), bool, int, float, complex, str, bytes}
+_PLAIN = {torch.Tensor, type(None), *PLAIN}
 """Classes of most leaves."""
 _VALUES = (
-    type(None), bool, int, float, complex, str, bytes, range, slice, enum.Enum, torch.dtype, torch.device,
-    torch.layout, torch.memory_format,
+    type(None), *PLAIN, range, slice, enum.Enum, torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
 
 
@@ -38,10 +38,13 @@ def admit(batch: Any) -> None:
     while not known:
         known = True
         for leaf in pytree.tree_leaves(batch):
-            if not isinstance(leaf, torch.Tensor) and not isinstance(leaf, _VALUES):
+            if isinstance(leaf, torch.Tensor):
+                continue
+            if not isinstance(leaf, _VALUES):
                 _register(leaf)
                 known = False
                 break
+            told(leaf)
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
@@ -87,9 +90,10 @@ def leaves_of(batch: Any) -> list[Any]:
 def _register(leaf: Any) -> None:
     kind = type(leaf)
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-        names = tuple(field.name for field in dataclasses.fields(leaf))
+        fields = tuple(field.name for field in dataclasses.fields(leaf))
 
         def flatten(value: Any) -> tuple[list[Any], tuple[str, ...]]:
+            names = tuple(dict.fromkeys((*fields, *getattr(value, "__dict__", ()))))
             return [getattr(value, name) for name in names], names
 
         def unflatten(values: Any, names: tuple[str, ...]) -> Any:
@@ -100,11 +104,18 @@ def _register(leaf: Any) -> None:
 
         pytree.register_pytree_node(kind, flatten, unflatten)
     elif isinstance(leaf, UserDict):
-        pytree.register_pytree_node(
-            kind,
-            lambda value: (list(value.data.values()), tuple(value.data)),
-            lambda values, keys: kind(dict(zip(keys, values, strict=True))),
-        )
+
+        def flattened(value: Any) -> tuple[list[Any], Any]:
+            beside = [(k, v) for k, v in vars(value).items() if k != "data" and is_said(v)]
+            return list(value.data.values()), (tuple(value.data), tuple(beside))
+
+        def unflattened(values: Any, context: Any) -> Any:
+            keys, beside = context
+            batch = kind(dict(zip(keys, values, strict=True)))
+            vars(batch).update(beside)
+            return batch
+
+        pytree.register_pytree_node(kind, flattened, unflattened)
     elif kind.__module__.partition(".")[0] == "numpy" and hasattr(leaf, "dtype"):
         raise CaptureError(
             f"the batch holds a numpy {kind.__name__} of {leaf.dtype}; pass torch.from_numpy(array), or "

@@ -1,7 +1,8 @@
-"""First steps that are interrupted: what they have written is in no count, and a state of before them takes it away."""
+"""First steps, and what is left where no update has followed them: no count has it, and nobody loses it unseen."""
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,21 @@ def test_nothing_is_left_of_a_first_step_that_was_interrupted(
             step.load_state_dict(state)
         found = losses(step, 0, 4)
     assert found == _accumulated_losses(4, accumulate)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_gradients_that_no_update_has_used_are_not_dropped_without_a_word(
+    tmp_path: Path, number: int
+) -> None:
+    model = new_model().train()
+    step = compiled(model, adamw(model), tmp_path, accumulate=2)
+    for batch in batches(number):
+        step(batch)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        step.close()
+    told = [str(one.message) for one in seen if "they are dropped" in str(one.message)]
+    assert len(told) == number % 2
 
 
 def _accumulated_losses(count: int, accumulate: int) -> list[float]:

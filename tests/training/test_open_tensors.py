@@ -369,3 +369,15 @@ def test_a_new_step_waits_for_the_end_of_one_that_was_interrupted(
     assert are_back.wait(60)
     with compiled(model, optimizer, tmp_path) as again:
         again(batches(1)[0])
+
+
+def test_an_open_parameter_is_not_swapped_for_another_tensor(opened: Trained) -> None:
+    before = {name: value.clone() for name, value in opened.model.state_dict().items()}
+    with pytest.raises(RuntimeError, match="Cannot swap"):
+        torch.utils.swap_tensors(opened.weight, nn.Parameter(torch.zeros_like(before[NAME])))
+    assert_same(opened.model.state_dict(), before, "model")
+    assert opened.step is not None
+    opened.step.close()
+    assert_same(opened.model.state_dict(), before, "model")
+    torch.utils.swap_tensors(opened.weight, nn.Parameter(torch.zeros_like(before[NAME])))
+    assert not opened.weight.any()

@@ -14,7 +14,8 @@ from gascompile.capture.fingerprint.code_names import codes_in
 from gascompile.capture.fingerprint.code_origin import key_of, origin_of_module, wrapped_by
 from gascompile.capture.record.dependencies import Dependencies, moved_places, own_key
 from gascompile.capture.record.library_values import place_key
-from gascompile.capture.record.record import is_of_library, is_own
+from gascompile.capture.record.read_names import is_of_library
+from gascompile.capture.record.record import is_own
 from gascompile.capture.record.watched import Watches
 from gascompile.capture.record.watches import Code, watch
 

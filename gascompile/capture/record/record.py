@@ -15,20 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from gascompile.capture.fingerprint.code_names import names_of
 from gascompile.capture.fingerprint.code_origin import (
     Origin,
-    key_of,
     origin_of_file,
     origin_of_name,
 )
 from gascompile.capture.later.rounds import Rounds, TracedCall
 from gascompile.capture.record.asked_inputs import AskedInputs
 from gascompile.capture.record.call_digest import CallDigest
-from gascompile.capture.record.containers import goes_over_attributes
 from gascompile.capture.record.dependencies import Dependencies, dependencies
 from gascompile.capture.record.given import changed_entries, entries_of
 from gascompile.capture.record.kept_memory import memory_kept
+from gascompile.capture.record.read_names import is_of_library, reads_of, with_python
 from gascompile.capture.record.recorder import Ask, Running
 from gascompile.capture.record.size_types import types_of_sizes_noted
 from gascompile.capture.record.snapshot import Draws, Snapshot, undo
@@ -40,8 +38,6 @@ if TYPE_CHECKING:
     from gascompile.capture.record.trial import Trial
 
 _EVERYTHING = Reads(names=None, ran=None)
-_LAYERS = "torch/nn/modules/"
-_GENERAL = f"{_LAYERS}module.py"
 _TRIED = {Ask.CLOCK, Ask.DRAW}  # what a trial stands in for
 
 
@@ -225,7 +221,7 @@ class Recorder:
             model: the module whose values count from now on, where a copy of it was traced.
         """
         code = list(self._running.code.values())
-        reads = _reads(code, self._model)
+        reads = reads_of(code, self._model)
         own = [(body, space) for body, space in code if is_own(body, space)]
         libraries = [row for row in code if is_of_library(row[0])]
         watches = watch(
@@ -243,7 +239,7 @@ class Recorder:
         asked_inputs = self._running.inputs
         for (path, name), tensor in (asked_inputs.own_facts if asked_inputs else {}).items():
             watches.attribute(tensor, name, f"{name} of {path}")
-        changes, asked = self._changes(_with_python(reads, code)), dict(self._running.asked)
+        changes, asked = self._changes(with_python(reads, code)), dict(self._running.asked)
         moving = dict.fromkeys(watches.moving)
         if self._trial is not None:
             watches = watches.without(self._trial.suspects)
@@ -341,15 +337,6 @@ def is_own(code: types.CodeType, space: dict[str, Any]) -> bool:
     )
 
 
-def is_of_library(code: types.CodeType) -> bool:
-    """Return whether code is an installed library's, or that of one of torch's layers, and no part of how these run."""
-    path = code.co_filename
-    origin = origin_of_file(path)
-    return origin is Origin.INSTALLED or (
-        origin is Origin.TORCH and _LAYERS in path and not path.endswith(_GENERAL)
-    )
-
-
 def _maker(code: types.CodeType, space_name: str) -> str:
     """Return the module that code without a file is of: the constructor of a named tuple is its class's."""
     typename = space_name.removeprefix("namedtuple_")
@@ -359,42 +346,3 @@ def _maker(code: types.CodeType, space_name: str) -> str:
             if isinstance(made, type) and getattr(made.__new__, "__code__", None) is code:
                 return made.__module__
     return space_name
-
-
-def _reads(code: list[Code], model: nn.Module) -> Reads:
-    """Return the names that count: those in the program's and libraries' code and in that of torch's layers."""
-    files = {
-        made.__code__.co_filename
-        for module in model.modules()
-        for base in type(module).__mro__
-        if isinstance(made := vars(base).get("__init__"), types.FunctionType)
-    }
-    names: set[str] = set()
-    by_name = False
-    for body, _ in code:
-        origin = origin_of_file(body.co_filename)
-        if not origin.versioned:
-            here = names_of(body)
-            names |= here.attributes.union(*here.chains)
-            by_name = by_name or here.by_name
-        elif goes_over_attributes(body):
-            by_name = True
-        elif _counts(body, origin, files):
-            names.update(body.co_names)
-            names.update(c for c in body.co_consts if isinstance(c, str) and c.isidentifier())
-    ran = frozenset(key_of(body) for body, _ in code)
-    return Reads(names=None if by_name else frozenset(names), ran=ran)
-
-
-def _with_python(reads: Reads, code: list[Code]) -> Reads:
-    """Return what counts of what a capture changes: what Python's own code reads in its classes, too."""
-    if reads.names is None:
-        return reads
-    bodies = [body for body, _ in code if origin_of_file(body.co_filename) is Origin.PYTHON]
-    return replace(reads, names=reads.names.union(*(body.co_names for body in bodies)))
-
-
-def _counts(code: types.CodeType, origin: Origin, files: set[str]) -> bool:
-    """Return whether the names in a library's code say what is read of a module."""
-    path = code.co_filename
-    return origin is Origin.INSTALLED or (path in files and not path.endswith(_GENERAL))

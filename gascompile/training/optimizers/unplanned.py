@@ -17,6 +17,7 @@ from gascompile.core.deferral import deferring
 from gascompile.core.errors import CheckpointError, UnsupportedOpError
 from gascompile.core.plan import Plan
 from gascompile.core.sizes import format_size
+from gascompile.training.optimizers.lent_memory import take_back
 from gascompile.training.optimizers.optimizers import SUPPORTED, Rules
 from gascompile.training.optimizers.update_ops import total_norm_of
 from gascompile.training.settings import Settings
@@ -89,32 +90,36 @@ def update(states: States, settings: Settings) -> torch.Tensor | None:
 
     Raises:
         StorageError: a value cannot be read.
+        UnsupportedOpError: see ``take_back``.
     """
     persistent, tensor = states.persistent, states.tensor
     trained = [slot for slot in states.rules.slots.values() if slot.name in states.pending]
     totals = {slot.name: slot.totals[0].name for slot in trained}
     wanted = {*map(states.owner, totals), *totals.values()}
     persistent.rest({n for n in persistent.sizes if persistent.is_away(n)} - wanted)
-    states.covers.lift()
+    own = {name: tensor(name) for name in totals}
+    lent = {name: states.in_memory(name) for name in totals}
+    gradients = {name: persistent.tensors[total] for name, total in totals.items()}
+    # All others stay open: what reads or writes one, without a gradient, does so where its value is.
+    states.covers.lift_for_step(totals)
     try:
-        for slot in trained:
-            like, total = states.like(slot.name), persistent.tensors[totals[slot.name]]
-            tensor(slot.name).data = states.in_memory(slot.name)
-            tensor(slot.name).grad = total.as_strided(like.shape, like.stride())
+        for name, parameter in own.items():
+            like = states.like(name)
+            parameter.data = lent[name]
+            parameter.grad = gradients[name].as_strided(like.shape, like.stride())
         norm = None
         if settings.max_grad_norm is not None:
-            clipped = [tensor(name) for name in totals]
-            norm = torch.nn.utils.clip_grad_norm_(clipped, settings.max_grad_norm)
+            norm = torch.nn.utils.clip_grad_norm_([*own.values()], settings.max_grad_norm)
         elif settings.grad_norm and totals:
-            each = [torch.linalg.vector_norm(persistent.tensors[n]) for n in totals.values()]
-            norm = total_norm_of(each)
+            norm = total_norm_of([torch.linalg.vector_norm(total) for total in gradients.values()])
         states.optimizer.step()
-        for name in totals.values():
-            persistent.tensors[name].zero_()
+        take_back(states.optimizer, own, lent, gradients)
+        for total in gradients.values():
+            total.zero_()
         return norm
     finally:
-        for own in map(tensor, totals):
-            own.grad, own.data = None, torch.empty(0, dtype=own.dtype)
+        for parameter in own.values():
+            parameter.grad, parameter.data = None, torch.empty(0, dtype=parameter.dtype)
         persistent.changed(wanted)
         states.covers.put()
 

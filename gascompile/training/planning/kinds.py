@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from gascompile.capture.batch_classes import class_facts, told
 from gascompile.capture.batches import plain_structure
 from gascompile.capture.torch_settings import settings_now
 from gascompile.core import serial
@@ -19,7 +20,7 @@ from gascompile.core.signature import same_tensors
 def leaf_kinds(batch: Any) -> list[object]:
     """Return what plans know of the leaves of a batch: dtype, shape and strides of tensors, all else by value."""
     return [
-        [str(x.dtype), list(x.shape), list(x.stride())] if isinstance(x, torch.Tensor) else repr(x)
+        [str(x.dtype), list(x.shape), list(x.stride())] if isinstance(x, torch.Tensor) else told(x)
         for x in pytree.tree_leaves(batch)
     ]
 
@@ -70,8 +71,10 @@ def _kind_key(leaf: Any) -> Hashable:
 
 def _slow_digest(batch: Any, others: tuple[Any, ...]) -> str:
     leaves, structure = pytree.tree_flatten(batch)
+    classes = class_facts(structure, leaves)
     # Of one tensor that is given twice, the loss gets one.
-    return _digest_of(str(structure), _told(leaf_kinds(batch)), same_tensors(leaves), *others)
+    same = same_tensors(leaves)
+    return _digest_of(str(structure), _told(leaf_kinds(batch)), classes, same, *others)
 
 
 @lru_cache(maxsize=_MOST_KINDS)

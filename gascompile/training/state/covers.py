@@ -72,12 +72,21 @@ class Covers:
     def put(self) -> None:
         """Let all tensors be open."""
         for cover in self._covers:
-            cover.put()
+            cover.allows_steps = False
+            if not cover.is_open:
+                cover.put()
 
     def lift(self) -> None:
         """Let all be as they were, without values unless they were given some; idempotent."""
         for cover in self._covers:
             cover.lift()
+
+    def lift_for_step(self, names: Collection[str]) -> None:
+        """Let these be as they were, and the optimizer take a step of its own, until all are put again."""
+        for cover in self._covers:
+            if cover.name in names:
+                cover.lift()
+            cover.allows_steps = True
 
     def changed(self) -> None:
         """Take note that values have changed."""
@@ -182,7 +191,7 @@ def _with_values(module: nn.Module, state: Any, prefix: str, _metadata: Any) -> 
 def _refuse_open(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if isinstance(parameter, OpenTensor):
+            if isinstance(parameter, OpenTensor) and not parameter._cover.allows_steps:
                 raise OpenStepError(
                     f"'{parameter._cover.name}' belongs to an open training step, which updates it by itself; leave "
                     f"out step() of this {type(optimizer).__name__}, or put all parameters into groups of one optimizer"

@@ -58,7 +58,7 @@ class Cover:
         self.is_shared = is_shared
         self.holder, self.life, self.wait, self.settle = holder, life(), wait, settle
         self.name, self.tensor = name, tensor
-        self._like, self._value, self._assign = like, value, assign
+        self.like, self._value, self._assign = like, value, assign
         self.own = type(tensor)
         self._shell: torch.Tensor | None = None
         """Has the tensor's own memory while the step is open."""
@@ -66,21 +66,23 @@ class Cover:
         self._viewed: weakref.ref[Viewed] | None = None
         self._source: tuple[weakref.ref[torch.Tensor], int] | None = None
         """Has the same memory in plain torch."""
+        self._pin: weakref.ref[torch.Tensor] | None = None
+        """``swap_tensors`` refuses tensors that have one; it would leave the model with the value of another."""
         self._memory: torch.Tensor | None = None
         """What views see once the step is closed."""
-        self.is_closed = False
+        self.is_closed = self.allows_steps = False
 
     def put(self) -> None:
         """Let the model's tensor be open."""
         kind = _open_kind(self.own)
-        shell = _made(kind, self, self._like, (), requires_grad=self.tensor.requires_grad)
+        shell = _made(kind, self, self.like, (), requires_grad=self.tensor.requires_grad)
         self._swap(shell, kind, self.own)
         self.tensor.__dict__.update(_cover=self, _views=())
-        self._shell = shell
+        self._shell, self._pin = shell, weakref.ref(self.tensor)
 
     def lift(self) -> None:
         """Let it be as it was, but for what it requires."""
-        shell, self._shell = self._shell, None
+        shell, self._shell, self._pin = self._shell, None, None
         if shell is None:
             return
         with torch._C.DisableTorchFunctionSubclass():
@@ -123,7 +125,7 @@ class Cover:
         if (viewed := self.viewed_now()) is not None:
             kept = self.value().detach()
             viewed.cover = Cover(
-                self.name, kept, self._like, kept.detach, lambda _: None, self.holder
+                self.name, kept, self.like, kept.detach, lambda _: None, self.holder
             )
             viewed.cover.is_closed = True
             self._viewed = None
@@ -186,10 +188,6 @@ class Cover:
     def forget_copy(self) -> None:
         """Take note that the value changes."""
         self._copy = None
-
-    def outline(self) -> torch.Tensor:
-        """Return a tensor that has the layout alone."""
-        return self._like
 
 
 class Viewed:
@@ -329,7 +327,7 @@ def _is_view(func: Any) -> bool:
 def _view(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """Return open views: what is written to them is written to the whole."""
     tensor, *rest = args
-    outline = _viewed(cover_of(tensor).outline(), tensor._views)
+    outline = _viewed(cover_of(tensor).like, tensor._views)
     place = vars(tensor).get("_viewed") or tensor._cover.viewed()
     viewed = func(outline, *rest, **kwargs)
     if isinstance(viewed, torch.Tensor):

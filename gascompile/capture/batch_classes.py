@@ -1,0 +1,111 @@
+"""Batch classes: what the program's own classes in a batch are made of, which a loss may ask for and no leaf shows.
+
+A class has its name, the order of its fields, values and code; an object of it may have attributes that are no
+field. Another class of the same name is another kind of batch.
+"""
+
+from __future__ import annotations
+
+import enum
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from gascompile.capture.fingerprint.code_fingerprint import code_digest
+from gascompile.capture.fingerprint.code_origin import origin_of_name
+from gascompile.core.errors import CaptureError
+
+PLAIN = (bool, int, float, complex, str, bytes)
+_SAID = (type(None), *PLAIN, range, slice, torch.dtype, torch.device, torch.layout, torch.memory_format)  # fmt: skip
+"""Whose ``repr`` says all."""
+_OF_CLASSES = {"__dict__", "__weakref__", "__doc__", "__firstlineno__", "__static_attributes__"}
+"""Entries of classes that say nothing of what their objects answer."""
+Fact = tuple[object, ...]
+
+
+def is_said(value: object) -> bool:
+    """Return whether ``repr`` says all of a value: one of Python's own, or a tuple, list or dict of such."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return all(map(is_said, value))  # type: ignore[call-overload]  # it is one of them
+    if kind is dict:
+        return all(is_said(part) for item in value.items() for part in item)  # type: ignore[attr-defined]
+    return kind in _SAID
+
+
+def told(leaf: object) -> str:
+    """Return a text that says all of a value of a batch which is no tensor.
+
+    Raises:
+        CaptureError: it has attributes of which that is not known.
+    """
+    kind = type(leaf)
+    if kind in _SAID or kind.__module__.partition(".")[0] in ("numpy", "torch"):
+        return repr(leaf)
+    plain = next((base for base in PLAIN if isinstance(leaf, base)), None)
+    text = repr(leaf) if plain is None or isinstance(leaf, enum.Enum) else plain.__repr__(leaf)
+    attributes = {
+        name: value
+        for name, value in getattr(leaf, "__dict__", {}).items()
+        if not isinstance(leaf, enum.Enum) or is_said(value)
+    }
+    for name, value in attributes.items():
+        if not is_said(value):
+            raise CaptureError(
+                f"the batch holds a {kind.__module__}.{kind.__qualname__} whose attribute '{name}' is a "
+                f"{type(value).__qualname__}, which no plan compares; pass it on its own in the batch"
+            )
+    return f"{kind.__module__}.{kind.__qualname__} {text} {sorted(attributes.items())}"
+
+
+def class_facts(structure: pytree.TreeSpec, leaves: Iterable[object]) -> tuple[Fact, ...]:
+    """Return what is to be known of the program's own classes in a batch.
+
+    Args:
+        structure: of the batch.
+        leaves: its leaves.
+    """
+    kinds = dict.fromkeys([*_containers(structure), *map(type, leaves)])
+    return tuple(fact for kind in kinds for fact in _facts(kind))
+
+
+def _containers(structure: pytree.TreeSpec) -> Iterator[type]:
+    waiting = [structure]
+    while waiting:
+        spec = waiting.pop()
+        for kind in (spec.type, spec.context):
+            if isinstance(kind, type):
+                yield kind
+        waiting += spec.children()
+
+
+def _facts(kind: type) -> Iterator[Fact]:
+    for base in kind.__mro__:
+        # A class without a module of its own may be anybody's.
+        if base.__module__ != "__main__" and origin_of_name(base.__module__).versioned:
+            continue
+        members = [
+            (name, _member(value))
+            for name, value in vars(base).items()
+            if name not in _OF_CLASSES and not name.startswith("_abc_")
+        ]
+        yield base.__module__, base.__qualname__, *sorted(members)
+
+
+def _member(value: object) -> str:
+    """Return what is known of an entry of a class; code is known by what it does, all else as far as it says."""
+    if isinstance(value, staticmethod | classmethod):
+        return f"{type(value).__name__} {_member(value.__func__)}"
+    if isinstance(value, property):
+        return " ".join(map(_member, (value.fget, value.fset, value.fdel)))
+    if isinstance(value, types.FunctionType):
+        return f"{code_digest(value.__code__)} {_said(value.__defaults__)} {_said(value.__kwdefaults__)}"
+    inner = getattr(value, "func", None)
+    return _member(inner) if isinstance(inner, types.FunctionType) else _said(value)
+
+
+def _said(value: Any) -> str:
+    return repr(value) if is_said(value) else type(value).__qualname__

@@ -1,0 +1,113 @@
+"""Lent memory: what an optimizer's own step finds parameters and gradients in, and what it leaves of that.
+
+The memory is the plan's and has other tensors between updates. So values that a step put elsewhere come back into it,
+and what the optimizer keeps of it becomes a copy where that is the same in eager, and is refused elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from gascompile.core.errors import UnsupportedOpError
+from gascompile.core.signature import same_memory
+from gascompile.training.state.open_tensors import OpenTensor
+
+
+class _Kept(NamedTuple):
+    """A tensor that an optimizer keeps."""
+
+    tensor: torch.Tensor
+    words: str
+    entry: dict[str, Any] | None = None
+    """Of the state, where it can be replaced."""
+    key: str = ""
+
+
+def take_back(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, torch.Tensor],
+    lent: Mapping[str, torch.Tensor],
+    gradients: Mapping[str, torch.Tensor],
+) -> None:
+    """Let lent memory have all values of parameters, and nobody else have it.
+
+    Args:
+        optimizer: has taken a step.
+        parameters: as the step left them, by name.
+        lent: the memory that each was in.
+        gradients: likewise.
+
+    Raises:
+        UnsupportedOpError: a parameter has another shape or dtype now, or the optimizer keeps the memory of one.
+    """
+    kind = type(optimizer).__name__
+    moved = {
+        name: own.data
+        for name, own in parameters.items()
+        if own.data_ptr() != lent[name].data_ptr() or own.stride() != lent[name].stride()
+    }
+    for name, data in moved.items():
+        if (data.shape, data.dtype) != (lent[name].shape, lent[name].dtype):
+            raise UnsupportedOpError(
+                f"step() of {kind} gives '{name}' another shape or dtype, which no plan follows; keep "
+                f"{list(lent[name].shape)} of {lent[name].dtype}"
+            )
+    ended = [*((name, lent[name]) for name in moved), *gradients.items()]
+    _require_none_kept(optimizer, [*{**lent, **moved}.items()], ended, parameters)
+    for name, data in {name: data.clone() for name, data in moved.items()}.items():
+        lent[name].copy_(data)
+
+
+def _require_none_kept(
+    optimizer: torch.optim.Optimizer,
+    alive: Sequence[tuple[str, torch.Tensor]],
+    ended: Sequence[tuple[str, torch.Tensor]],
+    parameters: Mapping[str, torch.Tensor],
+) -> None:
+    """Refuse what is kept of parameters' own memory, and copy what is kept of memory that eager would not reuse."""
+    kept = _kept(optimizer, {id(own) for own in parameters.values()})
+    names, lent = zip(*alive, *ended, strict=True) if alive else ((), ())
+    shared = same_memory([*lent, *(one.tensor for one in kept)])
+    for one, (first, _) in zip(kept, shared[len(names) :], strict=True):
+        if first >= len(names):
+            continue
+        if first < len(alive) or one.entry is None:
+            raise UnsupportedOpError(
+                f"step() of {type(optimizer).__name__} keeps the memory of '{names[first]}' in its {one.words}, where "
+                "other tensors lie between updates; let it keep a copy, as of clone()"
+            )
+        one.entry[one.key] = one.tensor.clone()
+
+
+def _kept(optimizer: torch.optim.Optimizer, known: set[int]) -> list[_Kept]:
+    """Return the tensors that an optimizer, and those that it has in turn, keep beside parameters."""
+    found: list[_Kept] = []
+    waiting, seen = [optimizer], {id(optimizer)}
+    while waiting:
+        own = waiting.pop()
+        for entry in own.state.values():
+            for key, value in entry.items() if isinstance(entry, dict) else ():
+                if _is_apart(value, known):
+                    found.append(_Kept(value, f"state as '{key}'", entry, key))
+        direct = {id(one.tensor) for one in found}
+        for name, table in vars(own).items():
+            for value in pytree.tree_leaves(table):
+                if isinstance(value, torch.optim.Optimizer) and id(value) not in seen:
+                    seen.add(id(value))
+                    waiting.append(value)
+                elif _is_apart(value, known | direct):
+                    found.append(_Kept(value, f"'{name}'"))
+    return found
+
+
+def _is_apart(value: object, known: set[int]) -> bool:
+    """Return whether it is a tensor that may lie in any memory: open ones have none."""
+    return (
+        isinstance(value, torch.Tensor)
+        and not isinstance(value, OpenTensor)
+        and id(value) not in known
+    )

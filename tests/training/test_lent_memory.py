@@ -1,0 +1,179 @@
+"""Optimizers that nothing is known of: what their own steps do with parameters and gradients is eager's, or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gascompile.core.errors import UnsupportedOpError
+from tests.training.trials import Trial
+
+BATCHES = [torch.randn(6, 16, generator=torch.Generator().manual_seed(i)) for i in range(5)]
+
+
+class Network(nn.Module):
+    """Has a parameter that is not always used, a frozen one, one that no optimizer has, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 8)
+        self.extra = nn.Parameter(torch.ones(16))
+        self.frozen = nn.Parameter(torch.full((8,), 2.0), requires_grad=False)
+        self.others = nn.Parameter(torch.full((8,), 3.0), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.last(self.norm(self.first(x)).relu()) * self.frozen * self.others
+        return made
+
+
+def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    value: torch.Tensor = model(batch).square().mean()
+    return value
+
+
+class Base(torch.optim.Optimizer):
+    """Steps by ``one``."""
+
+    def __init__(self, parameters: Any, model: nn.Module | None = None) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+        self.model: Any = model
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.one(parameter, self.state[parameter], group["lr"])
+
+    def one(self, parameter: Any, state: dict[str, Any], lr: float) -> None:
+        raise NotImplementedError
+
+
+class Assigns(Base):
+    """Gives parameters other data."""
+
+    def one(self, parameter: Any, state: dict[str, Any], lr: float) -> None:
+        if parameter.grad is not None:
+            parameter.data = parameter.data - lr * parameter.grad
+
+
+class Swaps(Base):
+    """Keeps the memory that a parameter had, and gives it other data."""
+
+    def one(self, parameter: Any, state: dict[str, Any], lr: float) -> None:
+        if parameter.grad is not None:
+            before = state.get("before", torch.zeros(()))
+            state["before"] = parameter.data
+            parameter.data = parameter.data - lr * parameter.grad + 0.01 * before
+
+
+class Transposes(Base):
+    """Gives matrices data that lie in another order, over the memory that they had."""
+
+    def one(self, parameter: Any, state: dict[str, Any], lr: float) -> None:
+        if parameter.grad is None:
+            return
+        if parameter.dim() == 2 and parameter.shape[0] == parameter.shape[1]:
+            parameter.data = parameter.data.t()
+        parameter.add_(parameter.grad, alpha=-lr)
+
+
+class KeepsGradients(Base):
+    """Keeps the gradient itself for the next step."""
+
+    def one(self, parameter: Any, state: dict[str, Any], lr: float) -> None:
+        if parameter.grad is not None:
+            parameter.sub_(lr * parameter.grad + lr * state.get("last", 0))
+            state["last"] = parameter.grad
+
+
+class DecaysAll(Base):
+    """Changes parameters that have no gradient, frozen ones and those of the model that it does not have."""
+
+    def one(self, parameter: Any, state: dict[str, Any], lr: float) -> None:
+        parameter.mul_(0.9)
+        parameter.data.mul_(0.9)
+        if parameter.grad is not None:
+            parameter.add_(parameter.grad, alpha=-lr * float(self.model.norm.running_var.mean()))
+        self.model.others.mul_(0.99)
+
+
+class KeepsMemory(Base):
+    """Keeps a parameter's memory."""
+
+    def one(self, parameter: Any, state: dict[str, Any], lr: float) -> None:
+        if parameter.grad is not None:
+            state["alias"] = parameter.detach()
+            parameter.add_(parameter.grad, alpha=-lr)
+
+
+class KeepsElsewhere(Base):
+    """Keeps gradients in a list of its own."""
+
+    def one(self, parameter: Any, state: dict[str, Any], lr: float) -> None:
+        if parameter.grad is not None:
+            self.__dict__.setdefault("seen", []).append(parameter.grad)
+
+
+class KeepsNew(Base):
+    """Gives a parameter the memory of its state."""
+
+    def one(self, parameter: Any, state: dict[str, Any], lr: float) -> None:
+        if parameter.grad is not None:
+            state["new"] = parameter.data - lr * parameter.grad
+            parameter.data = state["new"]
+
+
+class Reshapes(Base):
+    """Gives parameters another shape."""
+
+    def one(self, parameter: Any, state: dict[str, Any], lr: float) -> None:
+        if parameter.grad is not None:
+            parameter.data = parameter.data[None]
+
+
+class Wraps(Base):
+    """Steps by another optimizer, which keeps gradients."""
+
+    def __init__(self, parameters: Any, model: nn.Module | None = None) -> None:
+        super().__init__(parameters, model)
+        self.inner = KeepsGradients(self.param_groups, model)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def trial(kind: type[Base], folder: Path) -> Trial:
+    torch.manual_seed(0)
+    options = {"unplanned_optimizer": True}
+    return Trial(
+        Network(),
+        loss_fn,
+        BATCHES,
+        folder,
+        lambda model: kind([p for p in model.parameters() if p is not model.others], model),
+        options=options,
+    )
+
+
+@pytest.mark.parametrize("kind", [Assigns, Swaps, Transposes, KeepsGradients, DecaysAll, Wraps])
+def test_steps_of_ones_own_are_eager(kind: type[Base], tmp_path: Path) -> None:
+    run = trial(kind, tmp_path)
+    run.planned().assert_equals(run.eager())
+
+
+@pytest.mark.parametrize("kind", [KeepsMemory, KeepsElsewhere, KeepsNew])
+def test_memory_that_other_tensors_get_is_not_kept(kind: type[Base], tmp_path: Path) -> None:
+    with pytest.raises(
+        UnsupportedOpError, match=f"step\\(\\) of {kind.__name__} keeps the memory of 'first"
+    ):
+        trial(kind, tmp_path).planned()
+
+
+def test_parameters_keep_their_shapes(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedOpError, match=r"gives 'first\.weight' another shape"):
+        trial(Reshapes, tmp_path).planned()
