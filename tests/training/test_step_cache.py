@@ -60,7 +60,6 @@ def captures_of(patch: pytest.MonkeyPatch) -> list[object]:
     return found
 
 
-@pytest.mark.filterwarnings("ignore:gradients of")  # closed in the middle of a sum
 @pytest.mark.parametrize(
     "options",
     [{}, {"accumulate": 2, "states": "8bit"}, {"max_grad_norm": 0.5, "on_nan": "ignore"}],
@@ -189,7 +188,6 @@ def test_a_damaged_entry_is_made_again(
         run.planned().assert_equals(cold)
 
 
-@pytest.mark.filterwarnings("ignore:gradients of")  # closed in the middle of a sum
 @pytest.mark.parametrize(
     "options",
     [{"max_grad_norm": 0.5}, {"accumulate": 2, "states": "8bit"}],

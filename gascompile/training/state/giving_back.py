@@ -39,11 +39,6 @@ def give_back(states: States, *, moments: bool) -> tuple[list[str], StorageError
     warned = _divided_back(states)
     # Ranks that are not here for the ones are not for the others.
     warned += _moments_back(states) if moments and not warned else []
-    if moments and states.pending:
-        warned.append(
-            f"gradients of {len(states.pending)} parameters were added up since the last update, and no update has "
-            "used them: they are dropped. Close a step that accumulates after whole rounds of its batches"
-        )
     # Forgets the views that moments are told by.
     states.storages.restore()
     states.shut()

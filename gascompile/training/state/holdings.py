@@ -183,6 +183,10 @@ class Holdings:
         if self.failure:
             text = "a step has failed (%s): what goes back into the model may be half updated"
             self._said.append(partial(_log.warning, text, self.failure))
+        if states.pending and not self.failure:
+            text = "gradients of %d parameters, added up since the last update, end with the step%s"
+            known = ", but for those that a checkpoint has" if self.folders else ""
+            self._said.append(partial(_log.warning, text, len(states.pending), known))
         for unit in units:
             unit.executor.settle()
             # What activations took is free again before values come back.
