@@ -119,6 +119,38 @@ class KeepsElsewhere(Base):
             self.__dict__.setdefault("seen", []).append(parameter.grad)
 
 
+class Holder:
+    """Has attributes."""
+
+
+class KeepsInObject(Base):
+    """Keeps gradients where nobody would look."""
+
+    def one(self, parameter: Any, state: dict[str, Any], lr: float) -> None:
+        if parameter.grad is not None:
+            state.setdefault("holder", Holder()).grad = parameter.grad
+
+
+class KeepsTwice(Base):
+    """Keeps two views of a gradient."""
+
+    def one(self, parameter: Any, state: dict[str, Any], lr: float) -> None:
+        if parameter.grad is not None:
+            state["one"], state["two"] = parameter.grad, parameter.grad.detach()
+
+
+class KeepsOneTwice(Base):
+    """Keeps one gradient under two keys, and changes it by one of them."""
+
+    def one(self, parameter: Any, state: dict[str, Any], lr: float) -> None:
+        if parameter.grad is not None:
+            if "one" in state:
+                state["one"].mul_(0.5)
+                parameter.sub_(lr * state["two"])
+            parameter.sub_(lr * parameter.grad)
+            state["one"] = state["two"] = parameter.grad
+
+
 class KeepsNew(Base):
     """Gives a parameter the memory of its state."""
 
@@ -160,13 +192,15 @@ def trial(kind: type[Base], folder: Path) -> Trial:
     )
 
 
-@pytest.mark.parametrize("kind", [Assigns, Swaps, Transposes, KeepsGradients, DecaysAll, Wraps])
+@pytest.mark.parametrize(
+    "kind", [Assigns, Swaps, Transposes, KeepsGradients, KeepsOneTwice, DecaysAll, Wraps]
+)
 def test_steps_of_ones_own_are_eager(kind: type[Base], tmp_path: Path) -> None:
     run = trial(kind, tmp_path)
     run.planned().assert_equals(run.eager())
 
 
-@pytest.mark.parametrize("kind", [KeepsMemory, KeepsElsewhere, KeepsNew])
+@pytest.mark.parametrize("kind", [KeepsMemory, KeepsElsewhere, KeepsNew, KeepsInObject, KeepsTwice])
 def test_memory_that_other_tensors_get_is_not_kept(kind: type[Base], tmp_path: Path) -> None:
     with pytest.raises(
         UnsupportedOpError, match=f"step\\(\\) of {kind.__name__} keeps the memory of 'first"

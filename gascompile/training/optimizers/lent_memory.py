@@ -6,6 +6,7 @@ and what the optimizer keeps of it becomes a copy where that is the same in eage
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -72,15 +73,52 @@ def _require_none_kept(
     kept = _kept(optimizer, {id(own) for own in parameters.values()})
     names, lent = zip(*alive, *ended, strict=True) if alive else ((), ())
     shared = same_memory([*lent, *(one.tensor for one in kept)])
+    copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for one, (first, _) in zip(kept, shared[len(names) :], strict=True):
         if first >= len(names):
             continue
-        if first < len(alive) or one.entry is None:
-            raise UnsupportedOpError(
-                f"step() of {type(optimizer).__name__} keeps the memory of '{names[first]}' in its {one.words}, where "
-                "other tensors lie between updates; let it keep a copy, as of clone()"
-            )
-        one.entry[one.key] = one.tensor.clone()
+        tensor, copy = copies.setdefault(first, (one.tensor, one.tensor.clone()))
+        if first < len(alive) or one.entry is None or tensor is not one.tensor:
+            raise _refusal(optimizer, names[first], f" in its {one.words}")
+        one.entry[one.key] = copy
+
+
+def num_holders(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Return how many have the memory that each tensor lies in."""
+    return {
+        name: torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+        for name, tensor in tensors.items()
+    }
+
+
+def require_returned(
+    optimizer: torch.optim.Optimizer, lent: Mapping[str, torch.Tensor], before: Mapping[str, int]
+) -> None:
+    """Refuse a step after which anybody has memory that was lent, wherever that is kept.
+
+    Args:
+        optimizer: has taken the step.
+        lent: nobody should have it any more.
+        before: ``num_holders`` of before.
+
+    Raises:
+        UnsupportedOpError: somebody has.
+    """
+    if num_holders(lent) == before:
+        return
+    # Frames and cycles that nobody sees may have had it.
+    gc.collect()
+    now = num_holders(lent)
+    name = next((name for name in lent if now[name] > before[name]), None)
+    if name is not None:
+        raise _refusal(optimizer, name, "")
+
+
+def _refusal(optimizer: torch.optim.Optimizer, name: str, where: str) -> UnsupportedOpError:
+    return UnsupportedOpError(
+        f"step() of {type(optimizer).__name__} keeps the memory of '{name}'{where}, where other tensors lie between "
+        "updates; let it keep a copy, as of clone()"
+    )
 
 
 def _kept(optimizer: torch.optim.Optimizer, known: set[int]) -> list[_Kept]:

@@ -17,7 +17,7 @@ from gascompile.core.deferral import deferring
 from gascompile.core.errors import CheckpointError, UnsupportedOpError
 from gascompile.core.plan import Plan
 from gascompile.core.sizes import format_size
-from gascompile.training.optimizers.lent_memory import take_back
+from gascompile.training.optimizers.lent_memory import num_holders, require_returned, take_back
 from gascompile.training.optimizers.optimizers import SUPPORTED, Rules
 from gascompile.training.optimizers.update_ops import total_norm_of
 from gascompile.training.settings import Settings
@@ -100,6 +100,8 @@ def update(states: States, settings: Settings) -> torch.Tensor | None:
     own = {name: tensor(name) for name in totals}
     lent = {name: states.in_memory(name) for name in totals}
     gradients = {name: persistent.tensors[total] for name, total in totals.items()}
+    every = {**{f"{name}.grad": total for name, total in gradients.items()}, **lent}
+    holders = num_holders(every)
     # All others stay open: what reads or writes one, without a gradient, does so where its value is.
     states.covers.lift_for_step(totals)
     try:
@@ -116,12 +118,13 @@ def update(states: States, settings: Settings) -> torch.Tensor | None:
         take_back(states.optimizer, own, lent, gradients)
         for total in gradients.values():
             total.zero_()
-        return norm
     finally:
         for parameter in own.values():
             parameter.grad, parameter.data = None, torch.empty(0, dtype=parameter.dtype)
         persistent.changed(wanted)
         states.covers.put()
+    require_returned(states.optimizer, every, holders)
+    return norm
 
 
 def changed_by(states: States) -> frozenset[str]:
