@@ -6,6 +6,7 @@ field. Another class of the same name is another kind of batch.
 
 from __future__ import annotations
 
+import copyreg
 import enum
 import types
 from collections.abc import Iterable, Iterator
@@ -36,6 +37,33 @@ def is_said(value: object) -> bool:
     return kind in _SAID
 
 
+def attributes_beside(value: object) -> dict[str, Any]:
+    """Return the attributes of an object itself, those of slots among them."""
+    names = [*getattr(value, "__dict__", ()), *copyreg._slotnames(type(value))]  # type: ignore[attr-defined]  # torch asks so, too
+    missing = object()
+    found = {name: getattr(value, name, missing) for name in names if name != "__dict__"}
+    return {name: own for name, own in found.items() if own is not missing}
+
+
+class Untold:
+    """Stands for an attribute of a batch that no plan compares: that it is there is all that may be asked."""
+
+    def __init__(self, name: str) -> None:
+        self.__dict__["_name"] = name
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise CaptureError(
+            f"the loss reads the attribute '{self.__dict__['_name']}' of a batch, which no plan compares; pass what it "
+            "needs as an entry of the batch"
+        )
+
+    __getattr__ = __setattr__ = __getitem__ = __iter__ = __len__ = __bool__ = __call__ = _refuse
+    __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = __rsub__ = __truediv__ = _refuse
+    __rtruediv__ = __float__ = __int__ = __index__ = __contains__ = _refuse
+    __eq__ = __ne__ = __lt__ = __gt__ = __le__ = __ge__ = _refuse
+    __hash__ = object.__hash__
+
+
 def told(leaf: object) -> str:
     """Return a text that says all of a value of a batch which is no tensor.
 
@@ -49,8 +77,9 @@ def told(leaf: object) -> str:
     text = repr(leaf) if plain is None or isinstance(leaf, enum.Enum) else plain.__repr__(leaf)
     attributes = {
         name: value
-        for name, value in getattr(leaf, "__dict__", {}).items()
-        if not isinstance(leaf, enum.Enum) or is_said(value)
+        for name, value in attributes_beside(leaf).items()
+        # Of its own, a member of an enum has its class.
+        if not (isinstance(leaf, enum.Enum) and name.startswith("_")) or is_said(value)
     }
     for name, value in attributes.items():
         if not is_said(value):
@@ -102,9 +131,21 @@ def _member(value: object) -> str:
     if isinstance(value, property):
         return " ".join(map(_member, (value.fget, value.fset, value.fdel)))
     if isinstance(value, types.FunctionType):
-        return f"{code_digest(value.__code__)} {_said(value.__defaults__)} {_said(value.__kwdefaults__)}"
+        cells = [_cell(cell) for cell in value.__closure__ or ()]
+        defaults = f"{_said(value.__defaults__)} {_said(value.__kwdefaults__)}"
+        return f"{code_digest(value.__code__)} {defaults} {cells}"
     inner = getattr(value, "func", None)
-    return _member(inner) if isinstance(inner, types.FunctionType) else _said(value)
+    if isinstance(inner, types.FunctionType):
+        given = [_said(getattr(value, name, None)) for name in ("args", "keywords")]
+        return f"{_member(inner)} {given}"
+    return _said(value)
+
+
+def _cell(cell: types.CellType) -> str:
+    try:
+        return _said(cell.cell_contents)
+    except ValueError:
+        return "nothing yet"
 
 
 def _said(value: Any) -> str:

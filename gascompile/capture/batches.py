@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from gascompile.capture.batch_classes import PLAIN, is_said, told
+from gascompile.capture.batch_classes import PLAIN, Untold, attributes_beside, is_said, told
 from gascompile.core.errors import CaptureError
 
 _PLAIN = {torch.Tensor, type(None), *PLAIN}
@@ -93,7 +93,7 @@ def _register(leaf: Any) -> None:
         fields = tuple(field.name for field in dataclasses.fields(leaf))
 
         def flatten(value: Any) -> tuple[list[Any], tuple[str, ...]]:
-            names = tuple(dict.fromkeys((*fields, *getattr(value, "__dict__", ()))))
+            names = tuple(dict.fromkeys((*fields, *attributes_beside(value))))
             return [getattr(value, name) for name in names], names
 
         def unflatten(values: Any, names: tuple[str, ...]) -> Any:
@@ -106,13 +106,20 @@ def _register(leaf: Any) -> None:
     elif isinstance(leaf, UserDict):
 
         def flattened(value: Any) -> tuple[list[Any], Any]:
-            beside = [(k, v) for k, v in vars(value).items() if k != "data" and is_said(v)]
-            return list(value.data.values()), (tuple(value.data), tuple(beside))
+            beside = {k: v for k, v in attributes_beside(value).items() if k != "data"}
+            tensors = {k: v for k, v in beside.items() if isinstance(v, torch.Tensor)}
+            said = tuple((k, v) for k, v in beside.items() if is_said(v))
+            untold = tuple(k for k, v in beside.items() if k not in tensors and not is_said(v))
+            context = tuple(value.data), tuple(tensors), said, untold
+            return [*value.data.values(), *tensors.values()], context
 
         def unflattened(values: Any, context: Any) -> Any:
-            keys, beside = context
-            batch = kind(dict(zip(keys, values, strict=True)))
-            vars(batch).update(beside)
+            keys, tensors, said, untold = context
+            values = list(values)
+            batch = kind(dict(zip(keys, values, strict=False)))
+            beside = {**dict(zip(tensors, values[len(keys) :], strict=True)), **dict(said)}
+            for name, value in (*beside.items(), *((name, Untold(name)) for name in untold)):
+                object.__setattr__(batch, name, value)
             return batch
 
         pytree.register_pytree_node(kind, flattened, unflattened)

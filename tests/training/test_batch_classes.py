@@ -134,7 +134,62 @@ def mapping(number: int) -> Any:
     return Mapping({"x": x, "y": y}, 1.0 + number)
 
 
-@pytest.mark.parametrize("make", [named, local, of_class, of_object, tensor_of_object, mapping])
+def closed(number: int) -> Any:
+    """A class whose method knows a number of where the class was made."""
+    x, y = tensors(number)
+
+    @dataclass(slots=True)
+    class Batch:
+        x: torch.Tensor
+        y: torch.Tensor
+
+        @property
+        def scale(self) -> float:
+            return 2.0 + number
+
+    return Batch(x, y)
+
+
+def tensor_of_mapping(number: int) -> Any:
+    batch = mapping(number)
+    batch.kept = torch.tensor(2.0 + number)
+    return batch
+
+
+class Slotted:
+    """Has room for an attribute."""
+
+    __slots__ = ("scale",)
+
+
+@dataclass(slots=True)
+class InSlots(Slotted):
+    """Has an attribute that is no field."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+def slotted(number: int) -> Any:
+    batch: Any = InSlots(*tensors(number))
+    batch.scale = 2.0 + number
+    return batch
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        closed,
+        tensor_of_mapping,
+        slotted,
+        named,
+        local,
+        of_class,
+        of_object,
+        tensor_of_object,
+        mapping,
+    ],
+)
 def test_losses_get_what_classes_and_objects_have(
     make: Callable[[int], Any], tmp_path: Path
 ) -> None:
@@ -185,6 +240,22 @@ def test_values_with_attributes_are_told_apart(make: Callable[[int], Any], tmp_p
         return value
 
     run(tmp_path, loss_fn, make)
+
+
+def test_attributes_that_no_plan_compares_are_there_and_not_read(tmp_path: Path) -> None:
+    def scaled(model: nn.Module, batch: Any) -> torch.Tensor:
+        return error(model, batch) * (2 if batch.unknown is not None else 1)
+
+    run(tmp_path, scaled, mapping)
+    for read in (
+        lambda b: 2 if b.unknown else 1,
+        lambda b: b.unknown.value,
+        lambda b: b.unknown == 3,
+    ):
+        with pytest.raises(CaptureError, match="reads the attribute 'unknown'"):
+            run(
+                tmp_path, lambda model, batch, read=read: error(model, batch) * read(batch), mapping
+            )
 
 
 def test_values_with_attributes_that_no_plan_compares_are_refused(tmp_path: Path) -> None:

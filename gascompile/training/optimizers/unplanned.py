@@ -22,6 +22,7 @@ from gascompile.training.optimizers.optimizers import SUPPORTED, Rules
 from gascompile.training.optimizers.update_ops import total_norm_of
 from gascompile.training.settings import Settings
 from gascompile.training.state.open_optimizer import listed
+from gascompile.training.state.open_tensors import OpenTensor
 from gascompile.training.state.pieces import Stored
 from gascompile.training.state.tensor_files import Entry, of_tensor
 from gascompile.training.state.train_state import States
@@ -141,6 +142,8 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
         for entry in optimizer.state.values()
         for value in entry.values()
         if isinstance(value, torch.Tensor)
+        and not isinstance(value, OpenTensor)
+        and value.layout is torch.strided
     )
 
 
