@@ -22,8 +22,11 @@ from gascompile.core.errors import CaptureError
 PLAIN = (bool, int, float, complex, str, bytes)
 _SAID = (type(None), *PLAIN, range, slice, torch.dtype, torch.device, torch.layout, torch.memory_format)  # fmt: skip
 """Whose ``repr`` says all."""
-_OF_CLASSES = {"__dict__", "__weakref__", "__doc__", "__firstlineno__", "__static_attributes__"}
-"""Entries of classes that say nothing of what their objects answer."""
+_OF_CLASSES = {
+    "__dict__", "__weakref__", "__doc__", "__firstlineno__", "__static_attributes__", "__slotnames__",
+    "__annotations__",
+}  # fmt: skip
+"""Entries of classes that say nothing of what their objects answer, or come and go as others look at the class."""
 Fact = tuple[object, ...]
 
 
@@ -78,8 +81,8 @@ def told(leaf: object) -> str:
     attributes = {
         name: value
         for name, value in attributes_beside(leaf).items()
-        # Of its own, a member of an enum has its class.
-        if not (isinstance(leaf, enum.Enum) and name.startswith("_")) or is_said(value)
+        # A member of an enum is made with its class, and there is one of it.
+        if not isinstance(leaf, enum.Enum) or isinstance(value, torch.Tensor) or is_said(value)
     }
     for name, value in attributes.items():
         if not is_said(value):

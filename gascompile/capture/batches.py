@@ -116,7 +116,8 @@ def _register(leaf: Any) -> None:
         def unflattened(values: Any, context: Any) -> Any:
             keys, tensors, said, untold = context
             values = list(values)
-            batch = kind(dict(zip(keys, values, strict=False)))
+            batch = object.__new__(kind)
+            object.__setattr__(batch, "data", dict(zip(keys, values, strict=False)))
             beside = {**dict(zip(tensors, values[len(keys) :], strict=True)), **dict(said)}
             for name, value in (*beside.items(), *((name, Untold(name)) for name in untold)):
                 object.__setattr__(batch, name, value)

@@ -131,6 +131,30 @@ class KeepsInObject(Base):
             state.setdefault("holder", Holder()).grad = parameter.grad
 
 
+class KeepsFlat(Base):
+    """Puts parameters into one tensor that it keeps where nobody would look, and changes that."""
+
+    def step(self, closure: Any = None) -> Any:
+        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        with torch.no_grad():
+            holder = vars(self).setdefault("holder", Holder())
+            holder.flat = torch.cat([p.detach().flatten() for p in trained])
+            for parameter, part in zip(
+                trained, holder.flat.split([p.numel() for p in trained]), strict=True
+            ):
+                parameter.data = part.view_as(parameter)
+
+
+class FillsFlat(Base):
+    """Puts parameters into one tensor and forgets it."""
+
+    def step(self, closure: Any = None) -> Any:
+        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        with torch.no_grad():
+            flat = torch.cat([(p - 0.1 * p.grad).flatten() for p in trained])
+            nn.utils.vector_to_parameters(flat, trained)
+
+
 class KeepsTwice(Base):
     """Keeps two views of a gradient."""
 
@@ -200,7 +224,9 @@ def test_steps_of_ones_own_are_eager(kind: type[Base], tmp_path: Path) -> None:
     run.planned().assert_equals(run.eager())
 
 
-@pytest.mark.parametrize("kind", [KeepsMemory, KeepsElsewhere, KeepsNew, KeepsInObject, KeepsTwice])
+@pytest.mark.parametrize(
+    "kind", [KeepsMemory, KeepsElsewhere, KeepsNew, KeepsInObject, KeepsTwice, KeepsFlat]
+)
 def test_memory_that_other_tensors_get_is_not_kept(kind: type[Base], tmp_path: Path) -> None:
     with pytest.raises(
         UnsupportedOpError, match=f"step\\(\\) of {kind.__name__} keeps the memory of 'first"

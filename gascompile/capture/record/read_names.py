@@ -15,10 +15,8 @@ from gascompile.capture.record.watches import Code
 
 _LAYERS = "torch/nn/modules/"
 _GENERAL = f"{_LAYERS}module.py"
-_OBJECTS = tuple(
-    f"/torch/{part}/" for part in ("amp", "ao", "distributions", "nn/utils", "optim", "utils/data")
-)
-"""Where torch has classes that are no layers, and of which a program has objects."""
+_SCHEDULES = "/torch/optim/lr_scheduler.py"
+"""Has objects that a program steps and asks; names of other parts of torch, such as ``scale``, are those of many."""
 
 
 def reads_of(code: list[Code], model: nn.Module) -> Reads:
@@ -60,7 +58,7 @@ def _counts(code: types.CodeType, origin: Origin, files: set[str]) -> bool:
     return (
         origin is Origin.INSTALLED
         or (path in files and not path.endswith(_GENERAL))
-        or (origin is Origin.TORCH and any(part in path for part in _OBJECTS))
+        or (origin is Origin.TORCH and path.endswith(_SCHEDULES))
     )
 
 

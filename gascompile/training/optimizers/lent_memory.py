@@ -7,6 +7,7 @@ and what the optimizer keeps of it becomes a copy where that is the same in eage
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -33,8 +34,11 @@ def take_back(
     parameters: Mapping[str, torch.Tensor],
     lent: Mapping[str, torch.Tensor],
     gradients: Mapping[str, torch.Tensor],
-) -> None:
+) -> dict[str, torch.Tensor]:
     """Let lent memory have all values of parameters, and nobody else have it.
+
+    Returns:
+        What the step has put parameters in elsewhere, which nobody may have once they have left it.
 
     Args:
         optimizer: has taken a step.
@@ -61,6 +65,13 @@ def take_back(
     _require_none_kept(optimizer, [*{**lent, **moved}.items()], ended, parameters)
     for name, data in {name: data.clone() for name, data in moved.items()}.items():
         lent[name].copy_(data)
+    every = [*lent.values(), *gradients.values()]
+    return {name: data for name, data in moved.items() if not _lies_in(data, every)}
+
+
+def _lies_in(tensor: torch.Tensor, every: Sequence[torch.Tensor]) -> bool:
+    place = tensor.untyped_storage()._cdata
+    return any(place == memory.untyped_storage()._cdata for memory in every)
 
 
 def _require_none_kept(
@@ -89,6 +100,14 @@ def num_holders(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
         name: torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
         for name, tensor in tensors.items()
     }
+
+
+def num_alone(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Return what ``num_holders`` says where nobody but these tensors has their memory."""
+    places = {name: tensor.untyped_storage()._cdata for name, tensor in tensors.items()}
+    counts = Counter(places.values())
+    # One more has it while it is asked.
+    return {name: counts[place] + 1 for name, place in places.items()}
 
 
 def require_returned(

@@ -17,7 +17,12 @@ from gascompile.core.deferral import deferring
 from gascompile.core.errors import CheckpointError, UnsupportedOpError
 from gascompile.core.plan import Plan
 from gascompile.core.sizes import format_size
-from gascompile.training.optimizers.lent_memory import num_holders, require_returned, take_back
+from gascompile.training.optimizers.lent_memory import (
+    num_alone,
+    num_holders,
+    require_returned,
+    take_back,
+)
 from gascompile.training.optimizers.optimizers import SUPPORTED, Rules
 from gascompile.training.optimizers.update_ops import total_norm_of
 from gascompile.training.settings import Settings
@@ -116,7 +121,7 @@ def update(states: States, settings: Settings) -> torch.Tensor | None:
         elif settings.grad_norm and totals:
             norm = total_norm_of([torch.linalg.vector_norm(total) for total in gradients.values()])
         states.optimizer.step()
-        take_back(states.optimizer, own, lent, gradients)
+        moved = take_back(states.optimizer, own, lent, gradients)
         for total in gradients.values():
             total.zero_()
     finally:
@@ -125,6 +130,7 @@ def update(states: States, settings: Settings) -> torch.Tensor | None:
         persistent.changed(wanted)
         states.covers.put()
     require_returned(states.optimizer, every, holders)
+    require_returned(states.optimizer, moved, num_alone(moved))
     return norm
 
 
@@ -140,7 +146,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(
         value.untyped_storage().nbytes()
         for entry in optimizer.state.values()
-        for value in entry.values()
+        for value in (entry.values() if isinstance(entry, dict) else ())
         if isinstance(value, torch.Tensor)
         and not isinstance(value, OpenTensor)
         and value.layout is torch.strided
