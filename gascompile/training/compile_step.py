@@ -24,6 +24,7 @@ from gascompile.runtime.memory.pinned import HOST
 from gascompile.runtime.transfer.engine import read_blocks
 from gascompile.training.capture.requirements import prepared, require_followed
 from gascompile.training.capture.traced_loss import LossFunction
+from gascompile.training.optimizers.lent_memory import require_apart
 from gascompile.training.optimizers.optimizers import SUPPORTED, StateForm, require_rule
 from gascompile.training.optimizers.unplanned import require_step
 from gascompile.training.rank_step import RankStep, Rows, joined, ranks_for
@@ -248,6 +249,7 @@ def _ruled(
     optimizer = prepared(optimizer)
     if settings.unplanned:
         require_step(optimizer)
+        require_apart(optimizer)
     else:
         require_rule(optimizer, settings.states)
     require_followed(model, optimizer, settings.layout)

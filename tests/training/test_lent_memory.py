@@ -237,3 +237,37 @@ def test_memory_that_other_tensors_get_is_not_kept(kind: type[Base], tmp_path: P
 def test_parameters_keep_their_shapes(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedOpError, match=r"gives 'first\.weight' another shape"):
         trial(Reshapes, tmp_path).planned()
+
+
+class Flat(Base):
+    """Puts parameters into one tensor of its own when it is made."""
+
+    def __init__(self, parameters: Any, model: nn.Module | None = None) -> None:
+        super().__init__(parameters, model)
+        trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        self.flat = torch.cat([p.detach().flatten() for p in trained])
+        parts = self.flat.split([p.numel() for p in trained])
+        for parameter, part in zip(trained, parts, strict=True):
+            parameter.data = part.view_as(parameter)
+
+    def step(self, closure: Any = None) -> Any:
+        self.flat.mul_(0.9)
+
+
+def test_parameters_whose_memory_an_optimizer_has_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedOpError, match="Flat keeps the memory of a parameter"):
+        trial(Flat, tmp_path).planned()
+
+
+def test_memory_that_parameters_have_left_can_be_read(tmp_path: Path) -> None:
+    run = trial(DecaysAll, tmp_path)
+    model = Network()
+    linear = model.first
+    flat = torch.cat([p.detach().flatten() for p in linear.parameters()])
+    parts = flat.split([p.numel() for p in linear.parameters()])
+    for parameter, part in zip(linear.parameters(), parts, strict=True):
+        parameter.data = part.view_as(parameter)
+    before = flat.clone()
+    with run.compiled(model, DecaysAll(linear.parameters(), model), None) as step:
+        step(BATCHES[0])
+        assert torch.equal(flat, before)

@@ -29,6 +29,29 @@ class _Kept(NamedTuple):
     key: str = ""
 
 
+def require_apart(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that keeps the memory of parameters before its first step.
+
+    Raises:
+        UnsupportedOpError: it does; parameters lie elsewhere while a step is open.
+    """
+    every = {
+        id(own): own
+        for group in optimizer.param_groups
+        for own in group["params"]
+        if not isinstance(own, OpenTensor)
+    }
+    kept = _kept(optimizer, {*every})
+    shared = same_memory([*every.values(), *(one.tensor for one in kept)])
+    for one, (first, _) in zip(kept, shared[len(every) :], strict=True):
+        if first < len(every):
+            shape = list([*every.values()][first].shape)
+            raise UnsupportedOpError(
+                f"the {type(optimizer).__name__} keeps the memory of a parameter of {shape} in its {one.words}, and "
+                "parameters lie elsewhere while a step is open; let it keep a copy, as of clone()"
+            )
+
+
 def take_back(
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, torch.Tensor],

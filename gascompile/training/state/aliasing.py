@@ -123,7 +123,9 @@ class Storages:
             if name in group:
                 view.tensor.data = view.layout.within(group[view.owner].detach())
         held = sum(t.nbytes for name, t in group.items() if name not in self.views)
-        if storage.resizable() and held == size_bytes:
+        # Who else has it would read no memory.
+        is_ours = torch._C._storage_Use_Count(storage._cdata) == 1
+        if is_ours and storage.resizable() and held == size_bytes:
             storage.resize_(0)
 
     def require_writable(self, names: Collection[str]) -> None:
