@@ -66,8 +66,8 @@ class CachedPlan:
     model: nn.Module
     printed: ModulePrint
     prints: Mapping[str, str]
-    loss_fn: Callable[..., Any] | None = None
-    """Of a step, which reads tensors anew each time."""
+    functions: tuple[Callable[..., Any], ...] = ()
+    """Of a step, which reads tensors anew each time: its loss and the program's classes in its batches."""
     traced: str = ""
     """The digest of what a capture is made of, whatever is planned of it; empty where none is kept."""
     known: Dependencies | None = None
@@ -123,19 +123,15 @@ class CachedPlan:
         """Return why what is kept does not hold here, or ``None``."""
         if broken := known.broken():
             return broken
-        key = unseen(self.model, known, self._functions)
+        key = unseen(self.model, known, self.functions)
         return None if key is None else f"{key}, which ran, is not found in this process"
-
-    @property
-    def _functions(self) -> tuple[Callable[..., Any], ...]:
-        return () if self.loss_fn is None else (self.loss_fn,)
 
     def basis(self) -> Basis:
         """Return what a plan that was read rests on."""
         assert self.known is not None
-        is_step = self.loss_fn is not None
+        is_step = bool(self.functions)
         return Basis(
-            watched(self.model, self.known, self._functions, versions=not is_step), self.known
+            watched(self.model, self.known, self.functions, versions=not is_step), self.known
         )
 
     def refuse(self, error: Exception) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copyreg
 import enum
 import types
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -27,6 +28,10 @@ _OF_CLASSES = {
     "__annotations__",
 }  # fmt: skip
 """Entries of classes that say nothing of what their objects answer, or come and go as others look at the class."""
+_FIELDS = {
+    "__dataclass_fields__",
+    "__dataclass_params__",
+}  # made anew for every class of the same fields
 Fact = tuple[object, ...]
 
 
@@ -100,8 +105,18 @@ def class_facts(structure: pytree.TreeSpec, leaves: Iterable[object]) -> tuple[F
         structure: of the batch.
         leaves: its leaves.
     """
-    kinds = dict.fromkeys([*_containers(structure), *map(type, leaves)])
-    return tuple(fact for kind in kinds for fact in _facts(kind))
+    return tuple(fact for kind in _kinds(structure, leaves) for fact in _facts(kind))
+
+
+def program_classes(batch: Any) -> tuple[type, ...]:
+    """Return the program's own classes in a batch: what of them a loss reads, its record watches."""
+    leaves, structure = pytree.tree_flatten(batch)
+    kinds = _kinds(structure, leaves)
+    return tuple(kind for kind in kinds if any(map(_is_program, kind.__mro__)))
+
+
+def _kinds(structure: pytree.TreeSpec, leaves: Iterable[object]) -> Iterable[type]:
+    return dict.fromkeys([*_containers(structure), *map(type, leaves)])
 
 
 def _containers(structure: pytree.TreeSpec) -> Iterator[type]:
@@ -115,16 +130,59 @@ def _containers(structure: pytree.TreeSpec) -> Iterator[type]:
 
 
 def _facts(kind: type) -> Iterator[Fact]:
-    for base in kind.__mro__:
-        # A class without a module of its own may be anybody's.
-        if base.__module__ != "__main__" and origin_of_name(base.__module__).versioned:
-            continue
-        members = [
-            (name, _member(value))
+    for base in filter(_is_program, kind.__mro__):
+        members = {
+            name: value
             for name, value in vars(base).items()
             if name not in _OF_CLASSES and not name.startswith("_abc_")
-        ]
-        yield base.__module__, base.__qualname__, *sorted(members)
+        }
+        told = sorted((name, _member(value)) for name, value in members.items())
+        rest = [value for name, value in members.items() if name not in _FIELDS]
+        yield (
+            base.__module__,
+            base.__qualname__,
+            *told,
+            0 if all(map(_is_told, rest)) else _which(base),
+        )
+
+
+def _is_program(base: type) -> bool:
+    # A class without a module of its own may be anybody's.
+    return base.__module__ == "__main__" or not origin_of_name(base.__module__).versioned
+
+
+def _is_told(value: object) -> bool:
+    """Whether ``_member`` says all of an entry of a class that may be read."""
+    if isinstance(value, staticmethod | classmethod):
+        return _is_told(value.__func__)
+    if isinstance(value, property):
+        return all(map(_is_told, (value.fget, value.fset, value.fdel)))
+    if isinstance(value, types.FunctionType):
+        held = [_content(cell) for cell in value.__closure__ or ()]
+        given = value.__defaults__, value.__kwdefaults__
+        return all(is_said(part) or isinstance(part, type) for part in (*held, *given))
+    return is_said(value) or hasattr(type(value), "__get__")
+
+
+def _content(cell: types.CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing yet
+        return None
+
+
+_MADE: dict[tuple[str, str], list[weakref.ref[type]]] = {}
+"""Classes by their name, in the order in which they came; of those that hold more than can be told."""
+
+
+def _which(base: type) -> int:
+    """Return the number of a class among those of its name: what others of it hold, nobody watches."""
+    made = _MADE.setdefault((base.__module__, base.__qualname__), [])
+    for number, of in enumerate(made):
+        if of() is base:
+            return number
+    made.append(weakref.ref(base))
+    return len(made) - 1
 
 
 def _member(value: object) -> str:
@@ -134,7 +192,7 @@ def _member(value: object) -> str:
     if isinstance(value, property):
         return " ".join(map(_member, (value.fget, value.fset, value.fdel)))
     if isinstance(value, types.FunctionType):
-        cells = [_cell(cell) for cell in value.__closure__ or ()]
+        cells = [_said(_content(cell)) for cell in value.__closure__ or ()]
         defaults = f"{_said(value.__defaults__)} {_said(value.__kwdefaults__)}"
         return f"{code_digest(value.__code__)} {defaults} {cells}"
     inner = getattr(value, "func", None)
@@ -142,13 +200,6 @@ def _member(value: object) -> str:
         given = [_said(getattr(value, name, None)) for name in ("args", "keywords")]
         return f"{_member(inner)} {given}"
     return _said(value)
-
-
-def _cell(cell: types.CellType) -> str:
-    try:
-        return _said(cell.cell_contents)
-    except ValueError:
-        return "nothing yet"
 
 
 def _said(value: Any) -> str:

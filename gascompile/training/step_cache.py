@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from gascompile.bundles.bundle import Bundle
 from gascompile.bundles.files import StepFacts, Weights
 from gascompile.bundles.reuse import Basis, CachedPlan
+from gascompile.capture.batch_classes import program_classes
 from gascompile.capture.fingerprint.fingerprint import (
     CAPTURED,
     ModulePrint,
@@ -99,7 +100,8 @@ def place_of_step(
     network: str,
 ) -> CachedPlan:
     """Return where the plan of a step lies in the cache, if there is one."""
-    printed = step_print(job.model, traced, storages.left)
+    classes = program_classes(batch)
+    printed = step_print(job.model, traced, storages.left, classes)
     leaves = pytree.tree_leaves(batch)
     kind = kind_of(job.model, batch, trains=options.trains, calls=options.calls)
     prints = {
@@ -122,7 +124,7 @@ def place_of_step(
         job.model,
         printed,
         prints,
-        traced,
+        (traced, *classes),
         traced=""
         if options.calls or options.layout
         else serial.digest([prints[part] for part in _CAPTURED]),

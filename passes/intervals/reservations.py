@@ -89,6 +89,7 @@ class _Reserving(Scheduler):
     ) -> None:
         super().__init__(plan, chosen, memory, before, order)
         self.lead_s = lead_s
+        self.link_in = [route.link_in for route in plan.task.routes]
         self.ready: list[list[int]] = [[] for _ in plan.task.routes]
         """Per route the copies out that wait for their link."""
         self.num_ready = 0
@@ -115,6 +116,8 @@ class _Reserving(Scheduler):
 
     def _hold(self, run: int) -> None:
         """Count what has not left yet into the memory of ``run``."""
+        if not self.flights and not self.num_ready:
+            return
         lag_end = self.lag_end
         waiting = [number for _, number in self.flights if lag_end[number] <= run]
         if self.num_ready:
@@ -193,35 +196,39 @@ class _Reserving(Scheduler):
 
     def _load(self, boundary: int) -> None:
         """Start the copies back whose time has come and whose link is free before the next boundary."""
-        while True:
-            heads: list[tuple[float, int]] = []
-            for route, queue in enumerate(self.queues):
-                if queue:
-                    due, number = queue[0]
-                    heads.append((self._reserved_s(due, abs(number)), route))
-            if len(heads) > 1:
-                heads.sort()
-            for latest_s, route in heads:
-                if self._try(route, latest_s, boundary):
-                    break
-            else:
+        next_s = self._next_s(boundary)
+        run_s = next_s - self.now if next_s < math.inf else 0.0
+        latest_s = self.starts[boundary] + run_s + self.lead_s
+        while heads := self._heads(boundary, next_s, latest_s):
+            heads.sort()
+            if not any(self._fetch(route, boundary) for _, route in heads):
                 return
+
+    def _heads(self, boundary: int, next_s: float, latest_s: float) -> list[tuple[float, int]]:
+        """Return ``(reserved start, route)`` of each route whose first copy back is due or may start by now.
+
+        Args:
+            boundary: where the copies would start.
+            next_s: when the next one is reached; their link has to be free before.
+            latest_s: until when the time reserved for them has to come.
+        """
+        heads: list[tuple[float, int]] = []
+        for route, queue in enumerate(self.queues):
+            if not queue:
+                continue
+            due, number = queue[0]
+            if due > boundary and self.links.link_free[self.link_in[route]] > next_s:
+                continue
+            reserved_s = self._reserved_s(due, abs(number))
+            if due <= boundary or reserved_s <= latest_s:
+                heads.append((reserved_s, route))
+        return heads
 
     def _reserved_s(self, due: int, number: int) -> float:
         """Return the latest start of a copy back; one that crosses the end serves the next iteration."""
         reserved_s = self.reserved[number]
         crosses = due >= self.count and self.plan.intervals[number].wraps
         return reserved_s + self.starts[-1] if crosses else reserved_s
-
-    def _try(self, route: int, latest_s: float, boundary: int) -> bool:
-        """Start the first copy back of a route if it is time and it fits; return whether it started."""
-        if self.queues[route][0][0] > boundary:
-            link = self.task.routes[route].link_in
-            next_s = self._next_s(boundary)
-            ahead_s = self.starts[boundary] + (next_s - self.now if next_s < math.inf else 0.0)
-            if self.links.link_free[link] > next_s or latest_s > ahead_s + self.lead_s:
-                return False
-        return self._fetch(route, boundary)
 
     def _close(self) -> None:
         """End the list: what still leaves may cross the end."""

@@ -44,6 +44,11 @@ Not before so many. [Empirical] From gain to gain they grew at most threefold, i
 """
 _BETTER = 2e-3
 """What counts as better: a share of the seconds."""
+_MUCH_BETTER = 5e-3
+"""What a search of what gains little in its iterations goes on for.
+
+[Empirical] 30 layers of 256 at 12 MiB: a last 0.3 % took half as long again as all before it.
+"""
 _HOPEFUL = 1.02
 """A schedule that takes longer than the best one by more is not made again.
 
@@ -193,8 +198,11 @@ class Search:
                 break
             selection = _without_idle(candidate)
         if best is not None:
-            if self.best is None or best.seconds < self.best.seconds * (1 - _BETTER):
-                self._better_at, self._placed_at = self.work, self.work - self._solved
+            gain = 1 - best.seconds / self.best.seconds if self.best is not None else 1.0
+            if gain > _BETTER:
+                self._placed_at = self.work - self._solved
+            if gain > _MUCH_BETTER:
+                self._better_at = self.work
             if self.best is None or best.seconds < self.best.seconds:
                 self.best = best
             same = self.best_of.get(strategy)
