@@ -21,6 +21,8 @@ from gascompile.core.errors import CaptureError
 
 _PLAIN = {torch.Tensor, type(None), *PLAIN}
 """Classes of most leaves."""
+_REGISTERED: set[type] = set()
+"""Classes that this module has made known to torch, with all that they have."""
 _VALUES = (
     type(None), *PLAIN, range, slice, enum.Enum, torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
@@ -37,7 +39,7 @@ def admit(batch: Any) -> None:
     known = plain_structure(batch, []) is not None
     while not known:
         known = True
-        for leaf in pytree.tree_leaves(batch):
+        for leaf in pytree.tree_leaves(batch, is_leaf=_looked_at):
             if isinstance(leaf, torch.Tensor):
                 continue
             if not isinstance(leaf, _VALUES):
@@ -45,6 +47,49 @@ def admit(batch: Any) -> None:
                 known = False
                 break
             told(leaf)
+
+
+def _looked_at(node: Any) -> bool:
+    """Refuse a container of which pytrees would lose something; for them it is one all the same."""
+    kind = type(node)
+    if kind in _PLAIN or kind is tuple or kind is list or kind in _REGISTERED:
+        return False
+    if isinstance(node, dict):
+        _require_keys(node)
+    if (kind is not dict and kind in pytree.SUPPORTED_NODES) or pytree.is_namedtuple_instance(node):
+        _require_no_more(node)
+    return False
+
+
+def _require_keys(node: dict[Any, Any]) -> None:
+    for key in node:
+        if not (is_said(key) or isinstance(key, enum.Enum)):
+            raise CaptureError(
+                f"the batch holds a dict with a key of {type(key).__module__}.{type(key).__qualname__}, of which it is "
+                "not known what a step depends on; use plain texts or numbers as keys"
+            )
+    factory = getattr(node, "default_factory", None)
+    if not (factory is None or isinstance(factory, type)):
+        raise CaptureError(
+            "the batch holds a defaultdict whose factory is a function, which no plan compares; pass dict(...) of it"
+        )
+
+
+def _require_no_more(node: Any) -> None:
+    """Refuse attributes that a container would lose, as those of a class derived from a named tuple."""
+    beside = attributes_beside(node)
+    if not beside:
+        return
+    children, structure = pytree.tree_flatten(node, is_leaf=lambda inner: inner is not node)
+    again = attributes_beside(pytree.tree_unflatten(children, structure))
+    for name, value in beside.items():
+        same = name in again and (again[name] is value or (is_said(value) and again[name] == value))
+        if not same:
+            kind = type(node)
+            raise CaptureError(
+                f"the batch holds a {kind.__module__}.{kind.__qualname__} with an attribute '{name}' beside its "
+                "entries, which torch's pytrees leave out; pass it as an entry, or in a dataclass"
+            )
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
@@ -103,6 +148,7 @@ def _register(leaf: Any) -> None:
             return batch
 
         pytree.register_pytree_node(kind, flatten, unflatten)
+        _REGISTERED.add(kind)
     elif isinstance(leaf, UserDict):
 
         def flattened(value: Any) -> tuple[list[Any], Any]:
@@ -124,6 +170,7 @@ def _register(leaf: Any) -> None:
             return batch
 
         pytree.register_pytree_node(kind, flattened, unflattened)
+        _REGISTERED.add(kind)
     elif kind.__module__.partition(".")[0] == "numpy" and hasattr(leaf, "dtype"):
         raise CaptureError(
             f"the batch holds a numpy {kind.__name__} of {leaf.dtype}; pass torch.from_numpy(array), or "

@@ -101,7 +101,7 @@ def place_of_step(
 ) -> CachedPlan:
     """Return where the plan of a step lies in the cache, if there is one."""
     classes = program_classes(batch)
-    printed = step_print(job.model, traced, storages.left, classes)
+    printed = step_print(job.model, traced, {*storages.left, *storages.followed}, classes)
     leaves = pytree.tree_leaves(batch)
     kind = kind_of(job.model, batch, trains=options.trains, calls=options.calls)
     prints = {

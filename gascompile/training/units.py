@@ -164,6 +164,7 @@ class UnitMaker(StepPlanner):
             self._values.require_frozen(changing)
         if self.states is None:
             drop_zeros(self._model, self.optimizer, program.gradients)
+            self._storages.leave_shared()
             self._open_device()
             self.states = States(
                 self._model,

@@ -109,7 +109,7 @@ class TraceSubstitutes:
                 f"loss_fn uses a tensor of {list(real.shape)} that shares memory with '{other}'; register it as a "
                 "buffer of the model"
             )
-        owner = self._owners.get(storage)
+        owner = self._owners.get(storage, self._storages.followed.get(storage))
         if owner is not None:
             base = traced[owner] if real.requires_grad else traced[owner].detach()
             substitute = ViewLayout.of(real).traced_within(base)

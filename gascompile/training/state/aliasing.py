@@ -6,6 +6,8 @@ one are views of it, in plans too. Others get memory of their own, and their pla
 
 from __future__ import annotations
 
+import gc
+import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +20,8 @@ from gascompile.core.errors import CaptureError, UnsupportedOpError
 from gascompile.core.strides import repeats
 from gascompile.runtime.memory.storages import without_memory
 from gascompile.training.state.open_tensors import behind
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,8 @@ class Storages:
         """By name; owners are none."""
         self.left: dict[int, str] = {}
         """Storages that tensors have left, by identity, with the name of one."""
+        self.followed: dict[int, str] = {}
+        """Likewise those that somebody else has, of which a view in a loss is one of this tensor."""
         self._repeating = frozenset(n for n, t in tensors.items() if repeats(t.shape, t.stride()))
         self._places: list[_Place] = []
         groups: dict[int, dict[str, torch.Tensor]] = {}
@@ -127,6 +133,56 @@ class Storages:
         is_ours = torch._C._storage_Use_Count(storage._cdata) == 1
         if is_ours and storage.resizable() and held == size_bytes:
             storage.resize_(0)
+
+    def leave_shared(self) -> None:
+        """Let what others have a hold on as well lie elsewhere, until ``restore``: its memory will move.
+
+        Whoever has it, as a state_dict or an array, finds the values of now in it, and would find none.
+        """
+        shared = self._shared()
+        if shared:
+            gc.collect()  # Cycles that nobody sees may have had it.
+            shared = self._shared()
+        for group, owner in shared:
+            storage = group[owner].untyped_storage()
+            self.followed[storage._cdata] = owner
+            for name, tensor in group.items():
+                layout, is_view = ViewLayout.of(tensor), name in self.views
+                self._places.append(_Place(tensor, storage, storage.nbytes(), layout, is_view))
+            group[owner].data = group[owner].detach().clone()
+            for name, view in self.views.items():
+                if name in group:
+                    view.tensor.data = view.layout.within(group[owner].detach())
+        apart = {place.storage._cdata for place in self._places} - self.followed.keys()
+        left = [self.left[of] for of in apart if torch._C._storage_Use_Count(of) > 1]
+        if names := sorted([*left, *(owner for _, owner in shared)]):
+            _log.warning(
+                "others have the memory of %s%s, too, as a state_dict, a view or the graph of a loss has: it keeps the "
+                "values of now until the step is closed, and what is written to it is lost; delete what has it, or "
+                "clone it",
+                ", ".join(repr(name) for name in names[:3]),
+                f" and {len(names) - 3} more" if len(names) > 3 else "",
+            )
+
+    def _shared(self) -> list[tuple[dict[str, torch.Tensor], str]]:
+        """Return the tensors that fill their storages and their views, where somebody else has such a storage."""
+        _, tensors = named_tensors(self._model)
+        groups: dict[str, dict[str, torch.Tensor]] = {}
+        for name, tensor in tensors.items():
+            owner = self.views[name].owner if name in self.views else name
+            groups.setdefault(owner, {})[name] = tensor
+        gone = {place.storage._cdata for place in self._places}
+        found = []
+        for owner, group in groups.items():
+            storage = group[owner].untyped_storage()
+            is_here = (
+                group[owner].layout is torch.strided and storage.nbytes() >= group[owner].nbytes
+            )
+            # One more has it while it is asked.
+            is_shared = torch._C._storage_Use_Count(storage._cdata) > len(group) + 1
+            if is_here and is_shared and storage._cdata not in gone:
+                found.append((group, owner))
+        return found
 
     def require_writable(self, names: Collection[str]) -> None:
         """Refuse that steps write to a tensor of which several elements lay in one place, as eager does.
@@ -184,6 +240,7 @@ class Storages:
             tensor.data = there
         self._places.clear()
         self.views.clear()
+        self.followed.clear()
 
 
 def named_tensors(model: nn.Module) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
