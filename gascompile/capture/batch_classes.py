@@ -70,6 +70,7 @@ class Untold:
     __rtruediv__ = __float__ = __int__ = __index__ = __contains__ = _refuse
     __eq__ = __ne__ = __lt__ = __gt__ = __le__ = __ge__ = _refuse
     __hash__ = object.__hash__
+    __class__ = property(_refuse)  # what isinstance() asks for
 
 
 def told(leaf: object) -> str:

@@ -251,6 +251,7 @@ def test_attributes_that_no_plan_compares_are_there_and_not_read(tmp_path: Path)
         lambda b: 2 if b.unknown else 1,
         lambda b: b.unknown.value,
         lambda b: b.unknown == 3,
+        lambda b: 2 if isinstance(b.unknown, list) else 1,
     ):
         with pytest.raises(CaptureError, match="reads the attribute 'unknown'"):
             run(

@@ -239,6 +239,26 @@ def test_parameters_keep_their_shapes(tmp_path: Path) -> None:
         trial(Reshapes, tmp_path).planned()
 
 
+class Ties(Base):
+    """Lets two parameters be one."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.model.norm.weight.data = self.model.first.bias.data
+
+
+class TiesNew(Base):
+    """Puts two parameters into new memory that they share."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.model.norm.weight.data = self.model.first.bias.data = torch.ones(16)
+
+
+@pytest.mark.parametrize("kind", [Ties, TiesNew])
+def test_parameters_that_become_one_are_refused(kind: type[Base], tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedOpError, match=f"{kind.__name__} gives '.*' memory of '"):
+        trial(kind, tmp_path).planned()
+
+
 class Flat(Base):
     """Puts parameters into one tensor of its own when it is made."""
 

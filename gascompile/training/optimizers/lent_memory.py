@@ -84,12 +84,40 @@ def take_back(
                 f"step() of {kind} gives '{name}' another shape or dtype, which no plan follows; keep "
                 f"{list(lent[name].shape)} of {lent[name].dtype}"
             )
+    _require_untied(kind, {name: moved.get(name, memory) for name, memory in lent.items()}, lent)
     ended = [*((name, lent[name]) for name in moved), *gradients.items()]
     _require_none_kept(optimizer, [*{**lent, **moved}.items()], ended, parameters)
     for name, data in {name: data.clone() for name, data in moved.items()}.items():
         lent[name].copy_(data)
     every = [*lent.values(), *gradients.values()]
     return {name: data for name, data in moved.items() if not _lies_in(data, every)}
+
+
+def _require_untied(
+    kind: str, now: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]
+) -> None:
+    """Refuse a step that puts parameters into each other's memory: from then on they would be one in eager."""
+    for name in (name for name in now if now[name] is not before[name]):
+        for other in now:
+            tied = name != other and _overlap(now[name], now[other])
+            if tied and not _overlap(before[name], before[other]):
+                raise UnsupportedOpError(
+                    f"step() of {kind} gives '{name}' memory of '{other}', and which parameters are one is settled "
+                    "when a step is compiled; give it a copy, as of clone()"
+                )
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether the memory that one tensor spans reaches into that of another."""
+    if not one.numel() or not other.numel():
+        return False
+    return one.data_ptr() < _end(other) and other.data_ptr() < _end(one)
+
+
+def _end(tensor: torch.Tensor) -> int:
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * step for size, step in steps)
+    return tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
 def _lies_in(tensor: torch.Tensor, every: Sequence[torch.Tensor]) -> bool:
