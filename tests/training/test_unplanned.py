@@ -16,6 +16,8 @@ from torch.nn import functional
 from gascompile import CheckpointError, compile_step
 from gascompile.core.errors import StorageError, UnsupportedOpError
 from gascompile.core.sizes import format_size
+from gascompile.training.optimizers.kept_state import KeptState
+from gascompile.training.state.pieces import Stored
 from gascompile.training.step import TrainingStep
 from tests.training.runs import PLANNING_S
 from tests.training.trials import MACHINE, Trial
@@ -70,6 +72,32 @@ class Signs(torch.optim.Optimizer):
 
 def signs(model: nn.Module) -> torch.optim.Optimizer:
     return Signs(model.parameters())
+
+
+class Nested(torch.optim.Optimizer):
+    """Keeps tensors in lists and tuples, and state that is of no parameter, as Shampoo and SOAP do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        assert closure is None
+        whole = self.state["whole"]
+        whole["steps"] = whole.get("steps", 0) + 1
+        whole["norms"] = {1: torch.ones(2) * whole["steps"], "$tuple": (1, 2.5)}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                last: list[torch.Tensor] = state.setdefault("last", [])
+                last.append(parameter.grad.clone())
+                del last[:-3]
+                state["mean"] = (sum(last) / len(last), {"by": torch.tensor(len(last))}, [])
+                parameter.sub_(state["mean"][0], alpha=group["lr"] * float(whole["norms"][1][0]))
+
+
+def nested(model: nn.Module) -> torch.optim.Optimizer:
+    return Nested(model.parameters())
 
 
 def compiled(
@@ -140,7 +168,7 @@ def test_a_budget_that_updates_do_not_fit_is_warned_of(tmp_path: Path) -> None:
         trial.planned(64 << 20)
 
 
-@pytest.mark.parametrize("make", [rmsprop, adagrad, signs])
+@pytest.mark.parametrize("make", [rmsprop, adagrad, signs, nested])
 def test_runs_go_on_from_checkpoints_and_states(make: Make, tmp_path: Path) -> None:
     plain = network()
     plain_optimizer = make(plain)
@@ -182,6 +210,52 @@ def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -
     optimizer.step()
     optimizer.zero_grad()
     return float(loss.detach())
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"held": object()}, r"has under 'held' a builtins\.object"),
+        ({"held": [{1, 2}]}, r"has under 'held' a builtins\.set"),
+        ({"held": {"$tensor": 1}}, r"has under 'held' a builtins\.dict"),
+        ({"held": (float("nan"),)}, "has under 'held' .* is NaN"),
+        (torch.ones(2), "parameter 0 is a Tensor in the place of a dict"),
+    ],
+)
+def test_states_that_no_checkpoint_holds_are_refused(value: Any, said: str, tmp_path: Path) -> None:
+    model = network()
+    optimizer = signs(model)
+    with compiled(model, optimizer, tmp_path) as step:
+        step(BATCHES[0])
+        optimizer.state[next(iter(model.parameters()))] = value
+        with pytest.raises(UnsupportedOpError, match=f"{said}.*torch\\.save"):
+            step.save(tmp_path / "run")
+        optimizer.state.clear()
+
+
+@pytest.mark.parametrize(
+    ("rows", "tensors", "said"),
+    [
+        ([[0, "a", {"$tensor": 1}, "made"]], ["state:0#0"], "lacks tensor 1"),
+        ([[0, "a", {"$tuple": 3}, "made"]], [], "state is damaged"),
+        ([], ["state:x#1"], "of no parameter"),
+        ([], ["state:1"], "of no parameter"),
+    ],
+)
+def test_damaged_states_are_refused(rows: Any, tensors: list[str], said: str) -> None:
+    stored = {name: Stored(name=name, dtype="float32", shape=(2,), pieces=()) for name in tensors}
+    with pytest.raises(CheckpointError, match=said):
+        _ = KeptState(stored, rows).state
+
+
+def test_optimizers_without_a_state_of_their_own_are_refused(tmp_path: Path) -> None:
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+    model = network()
+    with pytest.raises(UnsupportedOpError, match=r"Wrapper has not called .*__init__"):
+        compiled(model, Wrapper(rmsprop(model)), tmp_path)
 
 
 def test_checkpoints_of_another_optimizer_are_refused(tmp_path: Path) -> None:

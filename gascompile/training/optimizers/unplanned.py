@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gascompile.core.deferral import deferring
-from gascompile.core.errors import CheckpointError, UnsupportedOpError
+from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.plan import Plan
 from gascompile.core.sizes import format_size
 from gascompile.training.optimizers.lent_memory import (
@@ -26,14 +26,8 @@ from gascompile.training.optimizers.lent_memory import (
 from gascompile.training.optimizers.optimizers import SUPPORTED, Rules
 from gascompile.training.optimizers.update_ops import total_norm_of
 from gascompile.training.settings import Settings
-from gascompile.training.state.open_optimizer import listed
 from gascompile.training.state.open_tensors import OpenTensor
-from gascompile.training.state.pieces import Stored
-from gascompile.training.state.tensor_files import Entry, of_tensor
 from gascompile.training.state.train_state import States
-
-_PREFIX = "state:"
-"""What names of an optimizer's tensors begin with in a checkpoint."""
 
 
 class UnplannedRules(Rules):
@@ -76,6 +70,11 @@ def require_step(optimizer: torch.optim.Optimizer) -> None:
         UnsupportedOpError: says why.
     """
     kind = type(optimizer)
+    if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
+        raise UnsupportedOpError(
+            f"{kind.__name__} has not called torch.optim.Optimizer.__init__, without which its state cannot be "
+            "followed; call it, or pass the optimizer that it wraps"
+        )
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UnsupportedOpError(
@@ -181,54 +180,3 @@ class BudgetWatch:
             f"{format_size(budget_bytes)}. {SUPPORTED} have planned updates, which keep it",
             stacklevel=4,
         )
-
-
-def kept_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Entry]:
-    """Return the tensors of an optimizer's state, for a file."""
-    return {
-        f"{_PREFIX}{index}:{key}": of_tensor(value)
-        for index, entry in listed(optimizer)["state"].items()
-        for key, value in entry.items()
-        if isinstance(value, torch.Tensor)
-    }
-
-
-def kept_values(optimizer: torch.optim.Optimizer) -> list[list[Any]]:
-    """Return the rest of the state, for JSON: number of the parameter, key and value."""
-    return [
-        [index, key, value]
-        for index, entry in listed(optimizer)["state"].items()
-        for key, value in entry.items()
-        if not isinstance(value, torch.Tensor)
-    ]
-
-
-class KeptState:
-    """An optimizer's state in a checkpoint, which alone knows what it consists of."""
-
-    def __init__(self, stored: Mapping[str, Stored], values: list[list[Any]]) -> None:
-        """Take what ``kept_tensors`` has left in files, and ``kept_values``; tensors come with ``entries``.
-
-        Raises:
-            CheckpointError: a tensor has a dtype that is unknown.
-        """
-        self.state: dict[int, dict[str, Any]] = {}
-        self.entries: dict[str, Entry] = {}
-        for index, key, value in values:
-            self.state.setdefault(index, {})[key] = value
-        for name, source in stored.items():
-            if name.startswith(_PREFIX):
-                index, _, key = name.removeprefix(_PREFIX).partition(":")
-                if not (index.isascii() and index.isdigit()):
-                    raise CheckpointError(f"'{name}' of the checkpoint is of no parameter")
-                self._expect(name, int(index), key, source)
-
-    def _expect(self, name: str, index: int, key: str, source: Stored) -> None:
-        dtype = getattr(torch, source.dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise CheckpointError(f"'{name}' of the checkpoint is {source.dtype}, which is unknown")
-
-        def assign(value: torch.Tensor) -> None:
-            self.state.setdefault(index, {})[key] = value
-
-        self.entries[name] = Entry(dtype=dtype, shape=source.shape, assign=assign)

@@ -23,7 +23,7 @@ from gascompile.core.errors import CheckpointError, FormatError, StorageError, U
 from gascompile.core.files import open_lock, open_regular
 from gascompile.core.waiting import life
 from gascompile.runtime.transfer.copying import write_all
-from gascompile.training.optimizers.unplanned import KeptState, kept_tensors, kept_values
+from gascompile.training.optimizers.kept_state import KeptState, kept_tensors, kept_values
 from gascompile.training.state.checkpoint_entries import entries_of, random_numbers
 from gascompile.training.state.extra_values import TAGGED, encoded
 from gascompile.training.state.open_optimizer import listed, plain_group

@@ -9,6 +9,7 @@ from typing import Any
 
 from gascompile.core import serial
 from gascompile.core.errors import CheckpointError, FormatError
+from gascompile.training.optimizers.kept_state import is_row
 from gascompile.training.state.extra_values import TAGGED, decoded
 
 STATE = "state.json"
@@ -69,10 +70,7 @@ def _are_groups(value: object) -> bool:
 
 
 def _are_kept(value: object) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(kept, list) and len(kept) == 3 and _is_count(kept[0]) and _is_text(kept[1])
-        for kept in value
-    )
+    return isinstance(value, list) and all(map(is_row, value))
 
 
 def _is_flag(value: object) -> bool:

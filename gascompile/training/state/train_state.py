@@ -192,7 +192,10 @@ class States(NamedValues):
         """Return an optimizer's state with copies of what is kept here."""
         kept = copy.deepcopy(optimizer_state["state"])
         state = {**kept, **{i: entry for _, i, entry in self.entries()}}
-        return {**optimizer_state, "state": dict(sorted(state.items()))}
+        numbers = sorted(key for key in state if isinstance(key, int))
+        # Others are keys of the optimizer's own, of no parameter.
+        ordered = {**{number: state[number] for number in numbers}, **state}
+        return {**optimizer_state, "state": ordered}
 
     @in_turn
     def _saved(self, optimizer_state: dict[str, Any]) -> dict[str, Any]:
@@ -320,7 +323,7 @@ class States(NamedValues):
                 if (parameter, key) in self.tiles:
                     self.keep(parameter, key, torch.zeros(self.like_kept(parameter, key).shape))
 
-    def load_groups(self, groups: list[dict[str, Any]], **state: dict[int, Any]) -> None:
+    def load_groups(self, groups: list[dict[str, Any]], **state: Mapping[int | str, Any]) -> None:
         """Replace the optimizer's hyperparameters by checked ones, and what else is its own by ``state``."""
         restore(self.optimizer, self._rest({"param_groups": groups, **state}))
 
