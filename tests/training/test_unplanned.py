@@ -83,7 +83,8 @@ class Nested(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         assert closure is None
-        whole = self.state["whole"]
+        own: Any = self.state
+        whole = own["whole"]
         whole["steps"] = whole.get("steps", 0) + 1
         whole["norms"] = {1: torch.ones(2) * whole["steps"], "$tuple": (1, 2.5)}
         for group in self.param_groups:
