@@ -1,7 +1,7 @@
-"""Containers of Python's own library: in which of their attributes lies what a program has put into them.
+"""Containers of Python's and torch's: in which of their attributes lies what a program has put into them.
 
 Their methods are written in Python and versioned, so that the names of these attributes stand in no code of the
-program's: ``settings["rate"]`` of a ``UserDict`` reads its ``data``.
+program's: ``settings["rate"]`` of a ``UserDict`` reads its ``data``, ``normal.log_prob(x)`` its ``scale``.
 """
 
 from __future__ import annotations
@@ -31,8 +31,14 @@ _HELD: Mapping[str, frozenset[str]] = {
     "queue.Queue": frozenset({"queue"}),
     "string.Template": frozenset({"template"}),
     "multiprocessing.sharedctypes.SynchronizedBase": frozenset({"_obj"}),
+    "torch.amp.grad_scaler.GradScaler": frozenset(
+        {"_init_scale", "_growth_factor", "_backoff_factor", "_growth_interval", "_enabled"}
+    ),
 }
 """By the names of the classes: most programs load few of them."""
+_PARTS = "torch.distributions."
+"""A distribution, or one of its transforms, is what its attributes are."""
+_FOUND = frozenset({"_cached_x_y", "_inv"})  # of those what transforms find as they run
 _GOES_OVER = ("asdict", "astuple", "Namespace.")
 """Functions of ``dataclasses`` and methods of ``argparse`` that read whatever attributes an object has."""
 INERT = (logging.Logger, logging.Handler, logging.Manager)
@@ -44,7 +50,12 @@ GETTERS = (operator.attrgetter, operator.methodcaller)
 def is_held(owner: object, key: object) -> bool:
     """Return whether an attribute holds what was put into a container of Python's library."""
     kind: Any = type(owner)
-    return key in _held_by(kind)
+    return key in _held_by(kind) or (_is_made_of_parts(kind) and key not in _FOUND)
+
+
+@cache
+def _is_made_of_parts(kind: Any) -> bool:
+    return any(str(base.__module__).startswith(_PARTS) for base in kind.__mro__)
 
 
 @cache
