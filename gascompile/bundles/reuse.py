@@ -67,7 +67,7 @@ class CachedPlan:
     printed: ModulePrint
     prints: Mapping[str, str]
     functions: tuple[Callable[..., Any], ...] = ()
-    """Of a step, which reads tensors anew each time: its loss and the program's classes in its batches."""
+    """Of a step, which reads tensors anew each time: its loss, and what the program made its batches of."""
     traced: str = ""
     """The digest of what a capture is made of, whatever is planned of it; empty where none is kept."""
     known: Dependencies | None = None

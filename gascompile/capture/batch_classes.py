@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copyreg
 import enum
+import threading
 import types
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from gascompile.capture.fingerprint.code_fingerprint import code_digest
-from gascompile.capture.fingerprint.code_origin import origin_of_name
+from gascompile.capture.fingerprint.code_origin import origin_of_code, origin_of_name
 from gascompile.core.errors import CaptureError
 
 PLAIN = (bool, int, float, complex, str, bytes)
@@ -54,10 +56,10 @@ def attributes_beside(value: object) -> dict[str, Any]:
 
 
 class Untold:
-    """Stands for an attribute of a batch that no plan compares: that it is there is all that may be asked."""
+    """Stands for an attribute of a batch that no plan compares: its class, and that it is there, may be asked."""
 
-    def __init__(self, name: str) -> None:
-        self.__dict__["_name"] = name
+    def __init__(self, name: str, kind: type) -> None:
+        self.__dict__.update(_name=name, _kind=kind)
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise CaptureError(
@@ -70,7 +72,7 @@ class Untold:
     __rtruediv__ = __float__ = __int__ = __index__ = __contains__ = _refuse
     __eq__ = __ne__ = __lt__ = __gt__ = __le__ = __ge__ = _refuse
     __hash__ = object.__hash__
-    __class__ = property(_refuse)  # what isinstance() asks for
+    __class__ = property(lambda self: self.__dict__["_kind"])  # what isinstance() asks for
 
 
 def told(leaf: object) -> str:
@@ -106,28 +108,40 @@ def class_facts(structure: pytree.TreeSpec, leaves: Iterable[object]) -> tuple[F
         structure: of the batch.
         leaves: its leaves.
     """
-    return tuple(fact for kind in _kinds(structure, leaves) for fact in _facts(kind))
+    facts: list[Fact] = []
+    for part in _parts(structure, leaves):
+        if isinstance(part, type):
+            facts += _facts(part)
+        elif isinstance(part, enum.Enum):
+            facts.append(("a member", told(part)))
+    return tuple(facts)
 
 
-def program_classes(batch: Any) -> tuple[type, ...]:
-    """Return the program's own classes in a batch: what of them a loss reads, its record watches."""
+def program_parts(batch: Any) -> tuple[Any, ...]:
+    """Return the classes, members of enumerations and functions in a batch: what of them a loss reads, is watched."""
     leaves, structure = pytree.tree_flatten(batch)
-    kinds = _kinds(structure, leaves)
-    return tuple(kind for kind in kinds if any(map(_is_program, kind.__mro__)))
+    return tuple(
+        part
+        for part in _parts(structure, leaves)
+        if not isinstance(part, type) or any(map(_is_program, part.__mro__))
+    )
 
 
-def _kinds(structure: pytree.TreeSpec, leaves: Iterable[object]) -> Iterable[type]:
-    return dict.fromkeys([*_containers(structure), *map(type, leaves)])
-
-
-def _containers(structure: pytree.TreeSpec) -> Iterator[type]:
-    waiting = [structure]
+def _parts(structure: pytree.TreeSpec, leaves: Iterable[object]) -> list[Any]:
+    """Return, each once, the classes and functions of which a batch is made, and members of enumerations in it."""
+    found: dict[int, Any] = {}
+    waiting: list[Any] = [structure]
+    for leaf in leaves:
+        waiting += (type(leaf), leaf) if isinstance(leaf, enum.Enum) else (type(leaf),)
     while waiting:
-        spec = waiting.pop()
-        for kind in (spec.type, spec.context):
-            if isinstance(kind, type):
-                yield kind
-        waiting += spec.children()
+        part = waiting.pop()
+        if isinstance(part, pytree.TreeSpec):
+            waiting += (part.type, part.context, *part.children())
+        elif isinstance(part, list | tuple):
+            waiting += part  # of keys, and what makes entries that are missing
+        elif isinstance(part, type | types.FunctionType | enum.Enum):
+            found.setdefault(id(part), part)
+    return list(found.values())
 
 
 def _facts(kind: type) -> Iterator[Fact]:
@@ -139,12 +153,8 @@ def _facts(kind: type) -> Iterator[Fact]:
         }
         told = sorted((name, _member(value)) for name, value in members.items())
         rest = [value for name, value in members.items() if name not in _FIELDS]
-        yield (
-            base.__module__,
-            base.__qualname__,
-            *told,
-            0 if all(map(_is_told, rest)) else _which(base),
-        )
+        number = 0 if all(map(_is_told, rest)) else _which(base)
+        yield base.__module__, base.__qualname__, *told, number
 
 
 def _is_program(base: type) -> bool:
@@ -159,6 +169,9 @@ def _is_told(value: object) -> bool:
     if isinstance(value, property):
         return all(map(_is_told, (value.fget, value.fset, value.fdel)))
     if isinstance(value, types.FunctionType):
+        code = value.__code__
+        if origin_of_code(value).versioned or code.co_qualname.startswith(_GENERATED):
+            return True
         held = [_content(cell) for cell in value.__closure__ or ()]
         given = value.__defaults__, value.__kwdefaults__
         return all(is_said(part) or isinstance(part, type) for part in (*held, *given))
@@ -172,18 +185,22 @@ def _content(cell: types.CellType) -> object:
         return None
 
 
-_MADE: dict[tuple[str, str], list[weakref.ref[type]]] = {}
-"""Classes by their name, in the order in which they came; of those that hold more than can be told."""
+_GENERATED = "__create_fn__"
+"""Functions that ``dataclasses`` makes, of what the class shows."""
+_NUMBERS: weakref.WeakKeyDictionary[type, int] = weakref.WeakKeyDictionary()
+_COUNTS: Counter[tuple[str, str]] = Counter()
+"""Of classes that hold more than can be told, their places among those of their name, and how many came."""
+_lock = threading.Lock()
 
 
 def _which(base: type) -> int:
-    """Return the number of a class among those of its name: what others of it hold, nobody watches."""
-    made = _MADE.setdefault((base.__module__, base.__qualname__), [])
-    for number, of in enumerate(made):
-        if of() is base:
-            return number
-    made.append(weakref.ref(base))
-    return len(made) - 1
+    """Return the number of a class among those of its name, as it came: what others of it hold, nobody watches."""
+    with _lock:
+        if base not in _NUMBERS:
+            name = base.__module__, base.__qualname__
+            _NUMBERS[base] = _COUNTS[name]
+            _COUNTS[name] += 1
+        return _NUMBERS[base]
 
 
 def _member(value: object) -> str:

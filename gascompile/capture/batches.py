@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections import UserDict
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -52,27 +53,35 @@ def admit(batch: Any) -> None:
 def _looked_at(node: Any) -> bool:
     """Refuse a container of which pytrees would lose something; for them it is one all the same."""
     kind = type(node)
-    if kind in _PLAIN or kind is tuple or kind is list or kind in _REGISTERED:
+    if kind in _PLAIN or kind is tuple or kind is list:
         return False
-    if isinstance(node, dict):
+    if isinstance(node, dict | UserDict):
         _require_keys(node)
-    if (kind is not dict and kind in pytree.SUPPORTED_NODES) or pytree.is_namedtuple_instance(node):
+    if kind in _REGISTERED:
+        return False
+    is_mapping = isinstance(node, dict) and kind is not dict and kind in pytree.SUPPORTED_NODES
+    if is_mapping or pytree.is_namedtuple_instance(node):
         _require_no_more(node)
     return False
 
 
-def _require_keys(node: dict[Any, Any]) -> None:
+def _require_keys(node: dict[Any, Any] | UserDict[Any, Any]) -> None:
     for key in node:
-        if not (is_said(key) or isinstance(key, enum.Enum)):
+        if not _is_told_key(key):
             raise CaptureError(
                 f"the batch holds a dict with a key of {type(key).__module__}.{type(key).__qualname__}, of which it is "
                 "not known what a step depends on; use plain texts or numbers as keys"
             )
-    factory = getattr(node, "default_factory", None)
-    if not (factory is None or isinstance(factory, type)):
-        raise CaptureError(
-            "the batch holds a defaultdict whose factory is a function, which no plan compares; pass dict(...) of it"
-        )
+
+
+def _is_told_key(key: Any) -> bool:
+    """Return whether what is printed of a key says all, but for members of enumerations and classes."""
+    kind = type(key)
+    if is_said(key) or isinstance(key, enum.Enum | type) or kind.__module__ == "numpy":
+        return True
+    if isinstance(key, tuple | frozenset):
+        return not attributes_beside(key) and all(map(_is_told_key, key))
+    return False
 
 
 def _require_no_more(node: Any) -> None:
@@ -80,12 +89,13 @@ def _require_no_more(node: Any) -> None:
     beside = attributes_beside(node)
     if not beside:
         return
+    kind = type(node)
     children, structure = pytree.tree_flatten(node, is_leaf=lambda inner: inner is not node)
     again = attributes_beside(pytree.tree_unflatten(children, structure))
     for name, value in beside.items():
+        is_found = isinstance(getattr(kind, name, None), functools.cached_property)
         same = name in again and (again[name] is value or (is_said(value) and again[name] == value))
-        if not same:
-            kind = type(node)
+        if not (same or is_found):
             raise CaptureError(
                 f"the batch holds a {kind.__module__}.{kind.__qualname__} with an attribute '{name}' beside its "
                 "entries, which torch's pytrees leave out; pass it as an entry, or in a dataclass"
@@ -135,42 +145,9 @@ def leaves_of(batch: Any) -> list[Any]:
 def _register(leaf: Any) -> None:
     kind = type(leaf)
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-        fields = tuple(field.name for field in dataclasses.fields(leaf))
-
-        def flatten(value: Any) -> tuple[list[Any], tuple[str, ...]]:
-            names = tuple(dict.fromkeys((*fields, *attributes_beside(value))))
-            return [getattr(value, name) for name in names], names
-
-        def unflatten(values: Any, names: tuple[str, ...]) -> Any:
-            batch = object.__new__(kind)
-            for name, value in zip(names, values, strict=True):
-                object.__setattr__(batch, name, value)
-            return batch
-
-        pytree.register_pytree_node(kind, flatten, unflatten)
-        _REGISTERED.add(kind)
+        _register_dataclass(kind)
     elif isinstance(leaf, UserDict):
-
-        def flattened(value: Any) -> tuple[list[Any], Any]:
-            beside = {k: v for k, v in attributes_beside(value).items() if k != "data"}
-            tensors = {k: v for k, v in beside.items() if isinstance(v, torch.Tensor)}
-            said = tuple((k, v) for k, v in beside.items() if is_said(v))
-            untold = tuple(k for k, v in beside.items() if k not in tensors and not is_said(v))
-            context = tuple(value.data), tuple(tensors), said, untold
-            return [*value.data.values(), *tensors.values()], context
-
-        def unflattened(values: Any, context: Any) -> Any:
-            keys, tensors, said, untold = context
-            values = list(values)
-            batch = object.__new__(kind)
-            object.__setattr__(batch, "data", dict(zip(keys, values, strict=False)))
-            beside = {**dict(zip(tensors, values[len(keys) :], strict=True)), **dict(said)}
-            for name, value in (*beside.items(), *((name, Untold(name)) for name in untold)):
-                object.__setattr__(batch, name, value)
-            return batch
-
-        pytree.register_pytree_node(kind, flattened, unflattened)
-        _REGISTERED.add(kind)
+        _register_mapping(kind)
     elif kind.__module__.partition(".")[0] == "numpy" and hasattr(leaf, "dtype"):
         raise CaptureError(
             f"the batch holds a numpy {kind.__name__} of {leaf.dtype}; pass torch.from_numpy(array), or "
@@ -181,3 +158,44 @@ def _register(leaf: Any) -> None:
             f"the batch holds a {kind.__module__}.{kind.__qualname__}, of which it is not known what a step depends "
             "on; pass tensors and plain values, in tuples, lists, dicts or dataclasses"
         )
+    _REGISTERED.add(kind)
+
+
+def _register_dataclass(kind: Any) -> None:
+    fields = tuple(field.name for field in dataclasses.fields(kind))
+
+    def flatten(value: Any) -> tuple[list[Any], tuple[str, ...]]:
+        names = tuple(dict.fromkeys((*fields, *attributes_beside(value))))
+        return [getattr(value, name) for name in names], names
+
+    def unflatten(values: Any, names: tuple[str, ...]) -> Any:
+        batch = object.__new__(kind)
+        for name, value in zip(names, values, strict=True):
+            object.__setattr__(batch, name, value)
+        return batch
+
+    pytree.register_pytree_node(kind, flatten, unflatten)
+
+
+def _register_mapping(kind: Any) -> None:
+    def flatten(value: Any) -> tuple[list[Any], Any]:
+        beside = {k: v for k, v in attributes_beside(value).items() if k != "data"}
+        tensors = {k: v for k, v in beside.items() if isinstance(v, torch.Tensor)}
+        said = tuple((k, v) for k, v in beside.items() if is_said(v))
+        untold = tuple(
+            (k, v.__class__) for k, v in beside.items() if k not in tensors and not is_said(v)
+        )
+        context = tuple(value.data), tuple(tensors), said, untold
+        return [*value.data.values(), *tensors.values()], context
+
+    def unflatten(values: Any, context: Any) -> Any:
+        keys, tensors, said, untold = context
+        values = list(values)
+        batch = object.__new__(kind)
+        object.__setattr__(batch, "data", dict(zip(keys, values, strict=False)))
+        beside = {**dict(zip(tensors, values[len(keys) :], strict=True)), **dict(said)}
+        for name, value in (*beside.items(), *((name, Untold(name, of)) for name, of in untold)):
+            object.__setattr__(batch, name, value)
+        return batch
+
+    pytree.register_pytree_node(kind, flatten, unflatten)

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from gascompile.bundles.bundle import Bundle
 from gascompile.bundles.files import StepFacts, Weights
 from gascompile.bundles.reuse import Basis, CachedPlan
-from gascompile.capture.batch_classes import program_classes
+from gascompile.capture.batch_classes import program_parts
 from gascompile.capture.fingerprint.fingerprint import (
     CAPTURED,
     ModulePrint,
@@ -100,8 +100,8 @@ def place_of_step(
     network: str,
 ) -> CachedPlan:
     """Return where the plan of a step lies in the cache, if there is one."""
-    classes = program_classes(batch)
-    printed = step_print(job.model, traced, {*storages.left, *storages.followed}, classes)
+    parts = program_parts(batch)
+    printed = step_print(job.model, traced, {*storages.left, *storages.followed}, parts)
     leaves = pytree.tree_leaves(batch)
     kind = kind_of(job.model, batch, trains=options.trains, calls=options.calls)
     prints = {
@@ -124,7 +124,7 @@ def place_of_step(
         job.model,
         printed,
         prints,
-        (traced, *classes),
+        (traced, *parts),
         traced=""
         if options.calls or options.layout
         else serial.digest([prints[part] for part in _CAPTURED]),

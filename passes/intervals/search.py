@@ -198,10 +198,10 @@ class Search:
                 break
             selection = _without_idle(candidate)
         if best is not None:
-            gain = 1 - best.seconds / self.best.seconds if self.best is not None else 1.0
-            if gain > _BETTER:
+            known_s = self.best.seconds if self.best is not None else math.inf
+            if best.seconds < known_s * (1 - _BETTER):
                 self._placed_at = self.work - self._solved
-            if gain > _MUCH_BETTER:
+            if best.seconds < known_s * (1 - _MUCH_BETTER):
                 self._better_at = self.work
             if self.best is None or best.seconds < self.best.seconds:
                 self.best = best

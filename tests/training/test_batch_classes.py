@@ -242,16 +242,26 @@ def test_values_with_attributes_are_told_apart(make: Callable[[int], Any], tmp_p
     run(tmp_path, loss_fn, make)
 
 
+def with_unknown(batch: Any, number: int) -> Any:
+    batch.unknown = [object()] if number % 2 else {number: object()}
+    return batch
+
+
 def test_attributes_that_no_plan_compares_are_there_and_not_read(tmp_path: Path) -> None:
     def scaled(model: nn.Module, batch: Any) -> torch.Tensor:
         return error(model, batch) * (2 if batch.unknown is not None else 1)
 
+    def of_class(model: nn.Module, batch: Any) -> torch.Tensor:
+        held = sum(isinstance(value, torch.Tensor) for value in vars(batch).values())
+        return error(model, batch) * (2 if isinstance(batch.unknown, int | list) else 1 + held)
+
     run(tmp_path, scaled, mapping)
+    run(tmp_path, of_class, mapping)
+    run(tmp_path, of_class, lambda number: with_unknown(mapping(number), number))
     for read in (
         lambda b: 2 if b.unknown else 1,
         lambda b: b.unknown.value,
         lambda b: b.unknown == 3,
-        lambda b: 2 if isinstance(b.unknown, list) else 1,
     ):
         with pytest.raises(CaptureError, match="reads the attribute 'unknown'"):
             run(

@@ -79,16 +79,16 @@ def step_print(
     model: nn.Module,
     loss_fn: Callable[..., Any],
     left: Collection[int] = (),
-    classes: Collection[type] = (),
+    parts: Collection[Any] = (),
 ) -> ModulePrint:
-    """Return the digest of a module that is trained, of its loss and of the program's classes in batches.
+    """Return the digest of a module that is trained, of its loss and of what batches are made of.
 
     A step reads tensors anew each time, so none counts by its values, and where the model's lie is not asked: they
     may be out of memory.
 
     Args:
         left: storages, by identity, that tensors of the model have left.
-        classes: of the batch.
+        parts: of the batch, see ``program_parts``.
     """
     own: dict[int, str] = {}
     taken = set(left)
@@ -102,8 +102,8 @@ def step_print(
     _feed_model(hasher, model)
     hasher.add("requires gradients", [p.requires_grad for p in model.parameters()])
     hasher.value(loss_fn, "loss_fn")
-    for kind in classes:
-        hasher.value(kind, kind.__qualname__)
+    for number, part in enumerate(parts):
+        hasher.value(part, getattr(part, "__qualname__", f"part {number} of the batch"))
     _around(hasher)
     hasher.opaque += modes_now()
     text = hasher.digest()

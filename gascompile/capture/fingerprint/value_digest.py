@@ -186,7 +186,7 @@ class ValueDigest(CodeDigest):
     def _member(self, value: enum.Enum) -> None:
         self.add("member", getattr(value, "_name_", None))
         self.value(value._value_, "value")
-        self.value(type(value), "its class")
+        self._rest(value, ())
 
     def _named(self, value: Any) -> None:
         self.add(type(value).__name__, str(value))

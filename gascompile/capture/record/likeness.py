@@ -9,9 +9,18 @@ from typing import Any
 
 import torch
 
+from gascompile.capture.fingerprint.code_origin import origin_of_name
+
 SCALARS = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
 GONE = object()
 """In the place of what is not there any more."""
+
+
+def is_scalar(value: object) -> bool:
+    """Return whether what is printed of a value says all; members of the program's enumerations may have more."""
+    if isinstance(value, enum.Enum):
+        return origin_of_name(type(value).__module__).versioned
+    return isinstance(value, SCALARS)
 
 
 def same(before: Any, now: Any) -> bool:

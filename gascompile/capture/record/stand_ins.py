@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import enum
 import os
 import types
 import weakref
@@ -101,12 +102,19 @@ def stored_items(of: dict[Any, Any]) -> Any:
     return of if type(of).__getitem__ in _PLAIN_LOOKUPS else StoredItems(of)
 
 
+_CODE = (types.FunctionType, staticmethod, classmethod, property)
+
+
 def held_by(value: object) -> tuple[Any, ...] | None:
-    """Return what a method, or a reference that does not count, stands for; ``None`` for anything else."""
+    """Return what a method, a reference that does not count or an enumeration stands for; ``None`` for others."""
     if isinstance(value, types.MethodType):
         return value.__func__, value.__self__
     if isinstance(value, (staticmethod, classmethod)):
         return (value.__func__,)
     if isinstance(value, weakref.ref):
         return (value(),)
+    if isinstance(value, enum.EnumMeta):
+        bases = [base for base in value.__mro__ if not issubclass(base, enum.Enum)]
+        code = [own for own in vars(value).values() if isinstance(own, _CODE)]
+        return (*value.__members__.values(), *code, *bases)
     return None

@@ -34,7 +34,7 @@ from gascompile.capture.record.containers import GETTERS, INERT, is_held, names_
 from gascompile.capture.record.contents import ARRAYS
 from gascompile.capture.record.function_tables import table_of
 from gascompile.capture.record.library_values import Steady, is_plain_value, plain_places
-from gascompile.capture.record.likeness import GONE, SCALARS
+from gascompile.capture.record.likeness import GONE, is_scalar
 from gascompile.capture.record.op_names import backward_places, look_up_op, look_up_overloads
 from gascompile.capture.record.opaque import is_source
 from gascompile.capture.record.stand_ins import ASKED, Current, held_by, stored_items
@@ -188,7 +188,7 @@ class _Walk:
 
     def value(self, value: Any, name: str) -> None:
         """Look into a value later."""
-        if not isinstance(value, SCALARS) and id(value) not in self._seen:
+        if not is_scalar(value) and id(value) not in self._seen:
             self._seen[id(value)] = value
             self._todo.append((value, name))
 

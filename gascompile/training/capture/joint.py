@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils import _pytree as pytree
 
 from gascompile.capture.alone import alone
-from gascompile.capture.batch_classes import program_classes
+from gascompile.capture.batch_classes import program_parts
 from gascompile.capture.exporting import exporting
 from gascompile.capture.old_hooks import old_hook
 from gascompile.capture.record.effects import EffectProof, EffectTrace, prove
@@ -135,11 +135,11 @@ def capture_joint(
     storages = storages or Storages(model)
     leaves, spec = pytree.tree_flatten(batch)
     inputs = [leaf if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
-    classes = program_classes(batch)
+    parts = program_parts(batch)
     substitutes = TraceSubstitutes(model, storages)
 
     def traced(trial: Trial | None = None) -> EffectTrace[_Traced]:
-        recorder = Recorder(model, loss_fn, *classes, trial=trial)
+        recorder = Recorder(model, loss_fn, *parts, trial=trial)
         caches = torch.is_autocast_cache_enabled()
         kind = TracedModel if calls else TracedLoss
         wrapped = kind(

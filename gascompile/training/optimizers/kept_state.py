@@ -1,11 +1,12 @@
 """Kept state: what an unplanned optimizer keeps, as tensors and JSON of a checkpoint, and read from one.
 
 A value that is a tensor, or plain, has a place of its own. Lists, tuples and dicts of such are written as they are
-made, with numbers where their tensors stand.
+made, with numbers where their tensors stand; classes derived from these come back as what they are derived from.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -44,10 +45,10 @@ def _parts(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], l
     tensors: dict[str, torch.Tensor] = {}
     rows: list[Row] = []
     for index, key, value in _items(listed(optimizer)["state"]):
-        if isinstance(value, torch.Tensor) and isinstance(index, int) and key != _WHOLE:
+        if isinstance(value, torch.Tensor) and _is_of(index, key):
             tensors[f"{_PREFIX}{index}:{key}"] = value
-        elif type(value) in _SCALARS and isinstance(index, int) and key != _WHOLE:
-            rows.append([index, key, value])
+        elif isinstance(value, _SCALARS) and _is_finite(value) and _is_of(index, key):
+            rows.append([index, key, _plain(value)])
         else:
             inner: list[torch.Tensor] = []
             where = f"the state of {type(optimizer).__name__} has under '{key or index}'"
@@ -73,7 +74,7 @@ def _items(state: Mapping[Any, Any]) -> Iterator[tuple[int | str, str, Any]]:
                 f"the state of parameter {index} is",
                 f"a {type(entry).__name__} in the place of a dict",
             )
-        if type(entry) is dict and all(isinstance(key, str) and key != _WHOLE for key in entry):
+        if isinstance(entry, dict) and all(isinstance(key, str) and key != _WHOLE for key in entry):
             yield from ((index, key, value) for key, value in entry.items())
         else:
             yield index, _WHOLE, entry
@@ -85,13 +86,32 @@ def _without(value: Any, inner: list[torch.Tensor], where: str) -> Any:
     if isinstance(value, torch.Tensor):
         inner.append(value)
         return {_TENSOR: len(inner) - 1}
-    if kind is list or kind is tuple:
-        return kind(_without(item, inner, where) for item in value)
-    if kind is dict and _TENSOR not in value:
-        return {key: _without(item, inner, where) for key, item in value.items()}
-    if kind in _SCALARS or kind is Counter:
+    if isinstance(value, list | tuple):
+        items = [_without(item, inner, where) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    if kind is Counter:
         return value
+    if isinstance(value, dict) and _TENSOR not in value:
+        return {key: _without(item, inner, where) for key, item in value.items()}
+    if isinstance(value, _SCALARS):
+        return _plain(value)
     raise _refusal(where, f"a {kind.__module__}.{kind.__qualname__}")
+
+
+def _is_of(index: int | str, key: str) -> bool:
+    """Return whether something is kept of a parameter, under a key."""
+    return isinstance(index, int) and key != _WHOLE
+
+
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as Python's own, as NumPy's numbers and members of enumerations of whole numbers are."""
+    if type(value) in _SCALARS:
+        return value
+    return next(kind(value) for kind in (int, float, str) if isinstance(value, kind))
 
 
 def _refusal(where: str, what: str) -> UnsupportedOpError:

@@ -97,10 +97,15 @@ def _require_untied(
     kind: str, now: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]
 ) -> None:
     """Refuse a step that puts parameters into each other's memory: from then on they would be one in eager."""
-    for name in (name for name in now if now[name] is not before[name]):
-        for other in now:
-            tied = name != other and _overlap(now[name], now[other])
-            if tied and not _overlap(before[name], before[other]):
+    moved = {name for name in now if now[name] is not before[name]}
+    by_place = sorted((tensor.data_ptr(), name) for name, tensor in now.items() if tensor.numel())
+    for number, (_, name) in enumerate(by_place if moved else ()):
+        end = _end(now[name])
+        for begin, other in by_place[number + 1 :]:
+            if begin >= end:
+                break
+            is_new = not moved.isdisjoint((name, other))
+            if is_new and not _overlap(before[name], before[other]):
                 raise UnsupportedOpError(
                     f"step() of {kind} gives '{name}' memory of '{other}', and which parameters are one is settled "
                     "when a step is compiled; give it a copy, as of clone()"
