@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 from gascompile.passes.intervals.decisions import Kind, Move
@@ -11,21 +11,21 @@ _CHANGE = {int(Kind.RELEASE): -1, int(Kind.DROP): -1, int(Kind.LOAD): 1}
 """What moves add of their tensor to the bytes that are there."""
 
 
-def most_between(moves: Sequence[Move], size_of: Callable[[int], int], after_bytes: int) -> int:
+def most_between(moves: Sequence[Move], sizes: Sequence[int], after_bytes: int) -> int:
     """Return the most bytes that are held between two moves of a boundary.
 
     Args:
         moves: in their order.
-        size_of: bytes of the tensor of an interval.
+        sizes: bytes of the tensor of each interval.
         after_bytes: what is held after all of them.
     """
-    changes = [_CHANGE.get(kind, 0) * size_of(j) for kind, j in moves]
+    changes = [_CHANGE.get(kind, 0) * sizes[j] for kind, j in moves]
     return max(accumulate(changes, initial=after_bytes - sum(changes)))
 
 
 def beside(
     moves: Sequence[Move],
-    size_of: Callable[[int], int],
+    sizes: Sequence[int],
     after_bytes: int,
     number: int,
     limit_bytes: int,
@@ -38,8 +38,8 @@ def beside(
 
     The others are those of ``most_between``.
     """
-    changes = [_CHANGE.get(kind, 0) * size_of(j) for kind, j in moves]
-    free, position = limit_bytes - (after_bytes - sum(changes)) - size_of(number), 0
+    changes = [_CHANGE.get(kind, 0) * sizes[j] for kind, j in moves]
+    free, position = limit_bytes - (after_bytes - sum(changes)) - sizes[number], 0
     for k, (move, change) in enumerate(zip(moves, changes, strict=True)):
         free -= change
         if free < 0 or move[0] >= Kind.STORED or move == (Kind.LOAD, number):

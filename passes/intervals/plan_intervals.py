@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain
 from typing import NoReturn
 
 import numpy as np
@@ -20,24 +20,20 @@ import numpy as np
 from gascompile.core.errors import InfeasiblePlanError, SolverError
 from gascompile.core.machine import Machine
 from gascompile.core.steps import Step
-from gascompile.core.workload import Workload
+from gascompile.core.workload import TensorKind, Workload
 from gascompile.cost_models.simulate.events import steady_seconds
 from gascompile.cost_models.simulate.replay import compile_events
-from gascompile.passes.bounds.interval_program import Relaxation, interval_program
-from gascompile.passes.bounds.prove_all import BOUND_SLOTS
 from gascompile.passes.intervals.events import interval_steps
 from gascompile.passes.intervals.exact import Optimum, interval_exact
 from gascompile.passes.intervals.fewer_moves import fewer_moves
+from gascompile.passes.intervals.guides import Guides
 from gascompile.passes.intervals.improve import improve
+from gascompile.passes.intervals.join_views import JoinedOps, join_views
 from gascompile.passes.intervals.queueing import queueing
-from gascompile.passes.intervals.recompute import (
-    IntervalRecompute,
-    interval_recompute,
-    recompute_ops,
-)
+from gascompile.passes.intervals.recompute import IntervalRecompute, interval_recompute
 from gascompile.passes.intervals.recompute_moves import least_excess
 from gascompile.passes.intervals.recompute_search import recompute_search
-from gascompile.passes.intervals.search import FEW_TENSORS, ScheduledSelection, Search, selection_of
+from gascompile.passes.intervals.search import FEW_TENSORS, ScheduledSelection, Search
 from gascompile.passes.intervals.seeds import (
     RECOMPUTE_RATIOS,
     Seed,
@@ -50,33 +46,12 @@ from gascompile.passes.intervals.seeds import (
 from gascompile.passes.intervals.selection import Selection
 from gascompile.passes.intervals.strategies import all_moved, furthest_use
 from gascompile.passes.model.effort import Effort
-from gascompile.passes.model.interval_layout import RunLayout, layout
+from gascompile.passes.model.interval_layout import layout
 from gascompile.passes.model.interval_problem import IntervalProblem, interval_problem
 from gascompile.passes.model.intervals import IntervalPlan
 
-_GUIDES = (
-    (60, 0.2, 0.7),
-    (120, 0.2, 1.0),
-    (120, 0.0, 0.5),
-    (60, 0.3, 1.0),
-    (120, 0.05, 0.1),
-    (60, 0.1, 1.0),
-    (120, 0.0, 0.05),
-    (60, 0.05, 0.35),
-    (60, 0.05, 1.0),
-    (60, 0.2, 0.35),
-    (60, 0.05, 0.15),
-    (60, 0.1, 0.5),
-)
-"""Slots, and shares of memory left free and of bandwidth used, in programs whose solutions are rounded.
-
-Whole tensors hold their memory during a transfer and wait for each other, of which the program knows nothing.
-[Empirical] Each is the best of a grid for some training step of 8 to 60 layers or of GPT-2, commonest first.
-"""
 _FIRST_GUIDES = 2
 """Which are rounded before the best schedules are changed where they stall; the others take turns with that."""
-_LEAD = 0.1
-"""Lead of copies back in roundings, in units of the time that the slowest link fills memory in."""
 _RESERVE_SHARE = 0.2
 """Share of the work that is left in which reservations are tried."""
 _FIRST_SHARE = 0.1
@@ -97,8 +72,6 @@ _FEW_SHARE = 0.15
 """Share of the work that is left for changes before programs are rounded."""
 _PATIENCE, _LONG_PATIENCE = 4, 16
 """Walks in a row that may find nothing better, of many tensors and of few."""
-_RECOMPUTED = 0.2
-"""Share of a recomputation in a relaxed solution from which on it is done."""
 
 
 def plan_intervals(
@@ -132,8 +105,9 @@ def plan_intervals(
         UnsupportedOpError: an op has no time on the compute tier.
         ValueError: an op names a tensor that the workload does not list.
     """
+    joined = join_views(workload, machine.compute_tier) if _is_large(workload) else None
     task = interval_problem(
-        workload,
+        joined.workload if joined is not None else workload,
         machine,
         limits_bytes,
         reserved_bytes=reserved_bytes,
@@ -141,23 +115,59 @@ def plan_intervals(
         op_s_per_byte=op_s_per_byte,
         staying=staying,
     )
+    if joined is not None:
+        task = replace(task, views_s=joined.views_s)
+    plan = _of_all(task, effort, reserved_bytes, bound_s)
+    return _apart(plan, joined, workload, machine) if joined is not None else plan
+
+
+def _is_large(workload: Workload) -> bool:
+    """Whether views are joined to other ops; few tensors are searched with all their freedom."""
+    return sum(tensor.kind != TensorKind.INPUT for tensor in workload.tensors) > FEW_TENSORS
+
+
+def _apart(
+    plan: IntervalPlan, joined: JoinedOps, workload: Workload, machine: Machine
+) -> IntervalPlan:
+    """Return the plan of the whole workload, with each op by itself again."""
+    steps, site = joined.apart(plan.steps), machine.compute_tier
+    times_s = [op.time_s[site] for op in workload.ops]
+    events = compile_events(steps, times_s, machine, repeats=workload.repeats)
+    return replace(
+        plan, steps=steps, sites=(site,) * len(workload.ops), seconds=steady_seconds(events)
+    )
+
+
+def _of_all(
+    task: IntervalProblem, effort: Effort, reserved_bytes: int, bound_s: float
+) -> IntervalPlan:
     # Engines of a GPU's own move beside its ops; elsewhere the processors do.
-    is_free = machine.compute_backend == "cuda"
+    is_free = task.machine.compute_backend == "cuda"
     small = task.without_small() if len(task.names) > FEW_TENSORS else task
     if small.fixed and all_moved(layout(small)).fits:
         with contextlib.suppress(InfeasiblePlanError):
-            return _searched(Search(small, effort), reserved_bytes, bound_s, is_free=is_free)
-    return _searched(Search(task, effort), reserved_bytes, bound_s, is_free=is_free)
+            return _guided(Search(small, effort), reserved_bytes, bound_s, is_free=is_free)
+    return _guided(Search(task, effort), reserved_bytes, bound_s, is_free=is_free)
+
+
+def _guided(search: Search, reserved_bytes: int, bound_s: float, *, is_free: bool) -> IntervalPlan:
+    search.bound_s = max(search.task.compute_s, bound_s)
+    recomputes = interval_recompute(search.base)
+    with contextlib.closing(Guides(search, recomputes)) as guides:
+        return _searched(search, recomputes, guides, reserved_bytes, is_free=is_free)
 
 
 def _searched(
-    search: Search, reserved_bytes: int, bound_s: float, *, is_free: bool
+    search: Search,
+    recomputes: Mapping[int, IntervalRecompute],
+    guides: Guides,
+    reserved_bytes: int,
+    *,
+    is_free: bool,
 ) -> IntervalPlan:
     task = search.task
-    search.bound_s = max(task.compute_s, bound_s)
-    recomputes = interval_recompute(search.base)
     candidates = seeds(search.base, recomputes)
-    least = _begin(search, recomputes, candidates)
+    least = _begin(search, recomputes, candidates, guides)
     exact = None
     # Where only a part is written out, that depends on where a tensor rests, of which the list there knows nothing.
     if not (search.done or task.fixed or task.has_patches) and (
@@ -170,7 +180,7 @@ def _searched(
         return _exact_plan(task, exact)
     if exact is not None and exact.complete and search.best is not None:
         search.bound_s = search.best.seconds
-    solver = _refined(search, recomputes, candidates)
+    solver = _refined(search, recomputes, candidates, guides)
     unsure = exact is not None and not exact.complete and not task.op_s_per_byte
     if unsure and not (search.finished or search.within_gap):
         exact = _all_of(search, _MOST_LABELS, search.left_s)
@@ -188,34 +198,36 @@ def _all_of(search: Search, max_labels: int, time_limit_s: float) -> Optimum | N
 
 
 def _refined(
-    search: Search, recomputes: Mapping[int, IntervalRecompute], candidates: Iterator[Seed]
+    search: Search,
+    recomputes: Mapping[int, IntervalRecompute],
+    candidates: Iterator[Seed],
+    guides: Guides,
 ) -> str:
     """Consider what the program says, the other heuristics and changes; return the solver's name."""
     if search.done:
         return "none"
+    few = len(search.task.names) <= FEW_TENSORS
+    if not few:
+        # What needs no solver is done while it is at the proof.
+        _tried(search, chain(candidates, roomy(search.base)), (None,))
     try:
-        solver = _bounded(search, recomputes)
+        solver = _bounded(search, recomputes, guides)
     except SolverError:
         # The heuristics' plan stands, and so does the bound that needs no solver.
         solver = "none"
-    few = len(search.task.names) <= FEW_TENSORS
-    for name, selection in chain(candidates, () if few else roomy(search.base)):
-        if search.finished:
-            break
-        for lead_s in (None, 0.0) if few else (None,):
-            search.try_once(name, selection, lead_s)
+    if few:
+        _tried(search, candidates, (None, 0.0))
     for leader_of_strategy in search.leaders():
         improve(
             search, leader_of_strategy, random.Random(0), patience=_FEW_FRUITLESS, share=_FEW_SHARE
         )
-    guides = iter(_GUIDES if solver != "none" else ())
     fruitless = 0
     patience = _LONG_PATIENCE if few else _PATIENCE
     for seed in range(_SEEDS):
         before = search.best
         # As above: without the solver's answer the best plan stands.
         with contextlib.suppress(SolverError):
-            _guided(search, recomputes, islice(guides, 1 if seed else _FIRST_GUIDES))
+            guides.consider(0 if solver == "none" else 1 if seed else _FIRST_GUIDES)
         if search.finished or fruitless == patience:
             break
         leaders = search.leaders()
@@ -223,6 +235,15 @@ def _refined(
         improve(search, leader, random.Random(seed), patience=_FRUITLESS)
         fruitless = fruitless + 1 if search.best is before else 0
     return solver
+
+
+def _tried(search: Search, candidates: Iterable[Seed], leads_s: Sequence[float | None]) -> None:
+    """Consider candidates with each lead, as long as that is worth it."""
+    for name, selection in candidates:
+        if search.finished:
+            break
+        for lead_s in leads_s:
+            search.try_once(name, selection, lead_s)
 
 
 def _plan(search: Search, best: ScheduledSelection, solver: str) -> IntervalPlan:
@@ -266,7 +287,10 @@ def _replayed_s(task: IntervalProblem, steps: tuple[Step, ...]) -> float:
 
 
 def _begin(
-    search: Search, recomputes: Mapping[int, IntervalRecompute], candidates: Iterator[Seed]
+    search: Search,
+    recomputes: Mapping[int, IntervalRecompute],
+    candidates: Iterator[Seed],
+    guides: Guides,
 ) -> Selection:
     """Consider heuristics, and where none fits whatever else might; return what needs least."""
     least: Selection | None = None
@@ -277,6 +301,8 @@ def _begin(
         if least is None or selection.excess_bytes < least.excess_bytes:
             least = selection
         if first and not search.done:
+            if len(search.task.names) > FEW_TENSORS:
+                guides.begin_proof()
             _reserve(search, recomputes)
         late = search.best is not None and search.over(begun, _FIRST_SHARE)
         if search.done or late:
@@ -314,63 +340,16 @@ def _reserve(search: Search, recomputes: Mapping[int, IntervalRecompute]) -> Non
             return
 
 
-def _bounded(search: Search, recomputes: Mapping[int, IntervalRecompute]) -> str:
+def _bounded(search: Search, recomputes: Mapping[int, IntervalRecompute], guides: Guides) -> str:
     """Bound the search by the program and consider recomputation at its prices; return the solver's name."""
-    # To bound all plans, what this search keeps in its place takes no memory.
-    roomy = replace(search.task, limit_bytes=search.task.limit_bytes + search.task.fixed_bytes)
-    plan = replace(search.base, task=roomy)
-    proof = _relaxed(search, plan, recompute_ops(search.base), BOUND_SLOTS)
+    proof = guides.proof()
     search.bound_s = max(search.bound_s, proof.bound_s)
-    _rounded(search, recomputes, proof)
+    if not search.finished:
+        guides.begin(_FIRST_GUIDES)
+    guides.round(proof)
     prices_s = proof.prices_s or {j: way_s(search.base, j) for j in recomputes}
     recompute_search(search, recomputes, prices_s, share=_SWEEP_SHARE)
     return proof.solver
-
-
-def _guided(
-    search: Search,
-    recomputes: Mapping[int, IntervalRecompute],
-    guides: Iterable[tuple[int, float, float]],
-) -> None:
-    """Consider roundings of programs with less memory and bandwidth."""
-    sources = {j: search.task.repeatable[search.base.intervals[j].tensor] for j in recomputes}
-    for num_slots, margin, factor in guides:
-        if search.finished:
-            return
-        plan = replace(search.base, task=search.task.tightened(margin, factor))
-        _rounded(search, recomputes, _relaxed(search, plan, sources, num_slots))
-
-
-def _rounded(
-    search: Search, recomputes: Mapping[int, IntervalRecompute], guide: Relaxation
-) -> None:
-    """Consider what a program mostly does with each interval."""
-    if not guide.leave:
-        return
-    dropped = frozenset(
-        pair
-        for j, share in guide.recomputed.items()
-        if share >= _RECOMPUTED and j in recomputes
-        for pair in recomputes[j].dropped
-    )
-    target = layout(search.task, dropped) if dropped else search.base
-    shares = {search.base.keys[j]: share for j, share in guide.leave.items()}
-    rounded = selection_of(target, shares)
-    for lead_s in (None, _LEAD * search.task.fill_s):
-        search.try_once("program", rounded, lead_s)
-
-
-def _relaxed(
-    search: Search, plan: RunLayout, recomputable: Mapping[int, int], num_slots: int
-) -> Relaxation:
-    relaxation = interval_program(
-        plan,
-        recomputable,
-        num_slots=num_slots,
-        time_limit_s=search.left_s,
-        max_pivots=search.pivots_left,
-    )
-    return search.relaxed(relaxation)
 
 
 def _refuse(least: Selection, reserved_bytes: int) -> NoReturn:

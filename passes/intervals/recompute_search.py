@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gascompile.passes.intervals.recompute import IntervalRecompute
@@ -69,16 +69,15 @@ def recompute_search(
         return search.over(begun, share)
 
     best: tuple[float, float, int] | None = None
+    known: dict[Hashable, float] = {}
     for segments in _SEGMENTS:
-        known: dict[int, float] = {}
 
-        def seconds(
-            again_s: float, segments: int = segments, known: dict[int, float] = known
-        ) -> float:
+        def seconds(again_s: float, segments: int = segments) -> float:
             count = bisect_right(sums, again_s) - 1
-            if count not in known:
-                known[count] = _consider(search, recomputes, groups[:count], segments)
-            return known[count]
+            if (count, segments) not in known:
+                made_s = _consider(search, recomputes, groups[:count], segments, known)
+                known[count, segments] = made_s
+            return known[count, segments]
 
         start = best[1] if best is not None else relaxed_s
         fastest = _least(seconds, start, relaxed_s, over)
@@ -152,8 +151,16 @@ def _consider(
     recomputes: Mapping[int, IntervalRecompute],
     groups: Sequence[_Group],
     segments: int,
+    known: dict[Hashable, float],
 ) -> float:
-    """Return the least seconds of schedules that run ``groups`` again."""
+    """Return the least seconds of schedules that run ``groups`` again.
+
+    Args:
+        segments: see ``_SEGMENTS``.
+        known: seconds by runs, routes and lead, which many groups and waits have in common; those of new ones go in.
+
+    The others are those of ``recompute_search``.
+    """
     base, task = search.base, search.task
     again = {
         base.intervals[j].tensor: task.repeatable[base.intervals[j].tensor]
@@ -170,11 +177,17 @@ def _consider(
     )
     selection = furthest_use(layout(task, dropped) if dropped else base)
     best_s = math.inf
-    for out_s, in_s, lead_s in _waits(task.fill_s) if selection.routes else [(0.0, 0.0, 0.0)]:
+    # Where there is one route, waits choose none; the leads are the same.
+    num_waits = len(_WAITS) if len(task.routes) > 1 else 1
+    waits = list(_waits(task.fill_s))[:num_waits] if selection.routes else [(0.0, 0.0, 0.0)]
+    for out_s, in_s, lead_s in waits:
         balanced = route_balance(selection, out_s=out_s, in_s=in_s)
-        scheduled = search.consider("swept_recompute", balanced, lead_s=lead_s, rounds=1)
-        best_s = min(best_s, scheduled.seconds if scheduled is not None else math.inf)
-        if search.finished or scheduled is None:
+        made = selection.plan.runs, frozenset(balanced.routes.items()), lead_s
+        if made not in known:
+            scheduled = search.consider("swept_recompute", balanced, lead_s=lead_s, rounds=1)
+            known[made] = scheduled.seconds if scheduled is not None else math.inf
+        best_s = min(best_s, known[made])
+        if search.finished or known[made] == math.inf:
             break
     return best_s
 

@@ -92,7 +92,6 @@ class _Reserving(Scheduler):
         self.link_in = [route.link_in for route in plan.task.routes]
         self.ready: list[list[int]] = [[] for _ in plan.task.routes]
         """Per route the copies out that wait for their link."""
-        self.num_ready = 0
         self.issued: set[int] = set()
         self.begun: set[int] = set()
         self.copied = {
@@ -116,8 +115,6 @@ class _Reserving(Scheduler):
 
     def _hold(self, run: int) -> None:
         """Count what has not left yet into the memory of ``run``."""
-        if not self.flights and not self.num_ready:
-            return
         lag_end = self.lag_end
         waiting = [number for _, number in self.flights if lag_end[number] <= run]
         if self.num_ready:
@@ -133,8 +130,6 @@ class _Reserving(Scheduler):
 
     def _issue(self, boundary: int) -> None:
         """Issue the copies out whose link is free before the next boundary."""
-        if not self.num_ready:
-            return
         until_s = self._next_s(boundary)
         while (free := self._first_free()) is not None and free[0] <= until_s:
             self._issue_first(free[1], boundary)

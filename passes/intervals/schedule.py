@@ -64,6 +64,7 @@ class Scheduler:
         self.task: IntervalProblem = plan.task
         self.chosen = chosen
         self.memory = memory
+        self.sizes = plan.sizes
         self.limit = plan.task.limit_bytes
         self.count = plan.num_runs
         same = before is not None and before.layout is plan
@@ -83,6 +84,7 @@ class Scheduler:
         self.loaded: dict[int, int] = {}
         self.tail_loads: set[int] = set()
         self.idle: set[int] = set()
+        self.num_ready = 0  # copies out that wait for their link; here none does
         self.behind: list[int] = []
         self.crowded: dict[int, int] = {}
         """Per copy back that found no room the run that had none."""
@@ -140,7 +142,7 @@ class Scheduler:
         begin = interval.start + 1
         through = min(max(through, begin), self.count if interval.wraps else interval.end)
         old = self.lag_end.get(number, begin)
-        size = self.task.sizes[interval.tensor]
+        size = self.sizes[number]
         if through == old + 1:
             self.memory[old] += size  # mostly, and faster than a slice
         elif through > old:
@@ -155,7 +157,7 @@ class Scheduler:
             interval = self.plan.intervals[number]
             if route is None or not interval.wraps:
                 continue
-            size = self.task.sizes[interval.tensor]
+            size = self.sizes[number]
             held = self.memory[: interval.end]
             if number in self.carried and (not len(held) or int(held.max()) + size <= self.limit):
                 held += size
@@ -172,7 +174,8 @@ class Scheduler:
             self._load_first(run)
         for number in self.store_at[run]:
             self._store(number, run)
-        self._issue(run)
+        if self.num_ready:
+            self._issue(run)
         for number in self.begin_at[run]:
             self._begin(number, run)
         self._hold(run)
@@ -268,7 +271,7 @@ class Scheduler:
         """Start the first copy back of a route if it fits; return whether it started."""
         queue = self.queues[route]
         due, number = queue[0][0], abs(queue[0][1])
-        size = self.task.sizes[self.plan.intervals[number].tensor]
+        size = self.sizes[number]
         # Mostly asked in vain: the run that had no room the last time answers before all runs are looked at.
         crowded = self.crowded.get(number, -1)
         if crowded >= boundary and self.memory.item(crowded) + size > self.limit:
@@ -301,7 +304,7 @@ class Scheduler:
     def _load_first(self, boundary: int) -> None:
         """Start what fits before anything leaves."""
         self._hold(boundary)
-        leaving = sum(map(self._size, self.begin_at[boundary]))
+        leaving = sum(self.sizes[j] for j in self.begin_at[boundary])
         self.memory[boundary] += leaving
         self._load(boundary)
         self._load_beside(boundary)
@@ -311,18 +314,18 @@ class Scheduler:
         """Start copies back for the next run beside what has yet to leave, while what the run makes is not there."""
         free = self._free_before(boundary)
         for route, queue in enumerate(self.queues):
-            while queue and queue[0][0] <= boundary and self._size(abs(queue[0][1])) <= free:
+            while queue and queue[0][0] <= boundary and self.sizes[abs(queue[0][1])] <= free:
                 number = abs(heapq.heappop(queue)[1])
-                free -= self._size(number)
+                free -= self.sizes[number]
                 self._start_load(route, number, boundary)
 
     def _load_ahead(self, boundary: int) -> None:
         """Start copies back for later runs in the room of what is leaving; the next run waits until that is gone."""
-        leaving = sum(self._size(j) for _, j in self.flights if j not in self.idle)
+        leaving = sum(self.sizes[j] for _, j in self.flights if j not in self.idle)
         for route, queue in enumerate(self.queues):
             while queue and boundary < queue[0][0] < self.count:
                 due, number = queue[0][0], abs(queue[0][1])
-                size = self._size(number)
+                size = self.sizes[number]
                 most = max(
                     int(self.memory[boundary]) - leaving, *self.memory[boundary + 1 : due], 0
                 )
@@ -335,14 +338,11 @@ class Scheduler:
     def _free_before(self, boundary: int) -> int:
         """Return the bytes that are free before a run makes anything, and before what is due is back."""
         due = (
-            self._size(j)
+            self.sizes[j]
             for j in self.due_at[boundary]
             if j not in self.loaded and (j in self.released or self.plan.intervals[j].wraps)
         )
         return self.limit - self._after(boundary) + sum(due)
-
-    def _size(self, number: int) -> int:
-        return self.task.sizes[self.plan.intervals[number].tensor]
 
     def _land_before(self, number: int, boundary: int) -> None:
         """Release what is out before a tensor is back, so that its room is used while that is waited for."""
@@ -380,7 +380,7 @@ class Scheduler:
         for number in self.behind:
             at = self.released[number]
             moves = self.boundaries[at]
-            place = beside(moves, self._size, self._after(at), number, self.limit)
+            place = beside(moves, self.sizes, self._after(at), number, self.limit)
             moves.insert(place, (Kind.RELEASE, number))
 
     def _cross(self, arrival: float, number: int) -> None:
@@ -390,7 +390,7 @@ class Scheduler:
             self.boundaries[self.count].append((Kind.RELEASE, number))
             self.released[number] = self.count
             return
-        size = self.task.sizes[interval.tensor]
+        size = self.sizes[number]
         through = bisect_left(self.starts, arrival - self.now, 0, self.count)
         latest = min(through, self.loaded.get(number, interval.end))
         room = self.memory[:latest] + size > self.limit
@@ -410,5 +410,5 @@ class Scheduler:
 
     def _most(self, boundary: int) -> int:
         """Return the most that is held at a boundary, with what is to be released there."""
-        there = sum(self._size(j) for j in self.behind if self.released[j] == boundary)
-        return most_between(self.boundaries[boundary], self._size, self._after(boundary)) + there
+        there = sum(self.sizes[j] for j in self.behind if self.released[j] == boundary)
+        return most_between(self.boundaries[boundary], self.sizes, self._after(boundary)) + there

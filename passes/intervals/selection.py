@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterable, Mapping
 
 import numpy as np
+import numpy.typing as npt
 
 from gascompile.passes.model.interval_layout import Key, RunLayout
 
@@ -19,8 +20,14 @@ class Selection:
         self.routes: dict[int, int] = {}
         self.memory = plan.kept.copy()
         """Bytes at each run if what leaves is away during its whole interval."""
-        self._used = [np.zeros(max(1, plan.num_runs), dtype=np.int64) for _ in self.task.routes]
+        most = 2 * sum(plan.sizes)
+        self._used = [
+            np.zeros(max(1, plan.num_runs), dtype=np.int64) if route.room_bytes < most else None
+            for route in self.task.routes
+        ]
+        """Bytes that each slow tier holds at each run, where it might not have room for all."""
         self._busy_s = [[0.0, 0.0] for _ in self.task.routes]
+        """Per route what its links carry in and out, to choose among several."""
         self._of_tensor: dict[int, list[int]] = {}
         self._number: dict[int, list[int]] = {}
         for j, interval in enumerate(plan.intervals):
@@ -31,7 +38,7 @@ class Selection:
         other = copy.copy(self)
         other.routes = dict(self.routes)
         other.memory = self.memory.copy()
-        other._used = [used.copy() for used in self._used]
+        other._used = [used.copy() if used is not None else None for used in self._used]
         other._busy_s = [busy_s.copy() for busy_s in self._busy_s]
         other._of_tensor = {tensor: numbers.copy() for tensor, numbers in self._of_tensor.items()}
         return other
@@ -50,13 +57,13 @@ class Selection:
     @property
     def excess_bytes(self) -> int:
         """By how much the fullest run is above the limit; negative below it."""
-        most = int(self.memory.max()) if self.plan.num_runs else 0
+        most = _most(self.memory) if self.plan.num_runs else 0
         return most - self.task.limit_bytes
 
     def most(self, j: int) -> int:
         """Return the bytes of the fullest run during interval ``j``."""
         spans = [self.memory[a:b] for a, b in self.plan.spans(self.plan.intervals[j]) if a < b]
-        return max((int(span.max()) for span in spans), default=0)
+        return max(map(_most, spans), default=0)
 
     def add(self, j: int, route: int | None = None) -> bool:
         """Let interval ``j`` leave; return whether a route has room for it.
@@ -183,9 +190,11 @@ class Selection:
         size = self.task.sizes[interval.tensor]
         for start, end in self.plan.spans(interval):
             self.memory[start:end] -= sign * size
-        first, last = self._held(j)
-        self._used[route][first:last] += sign * size
-        if not interval.unused:
+        used = self._used[route]
+        if used is not None:
+            first, last = self._held(j)
+            used[first:last] += sign * size
+        if len(self._busy_s) > 1 and not interval.unused:
             self._busy_s[route][0] += sign * self.task.load_s(interval.tensor, route)
             if self.task.written[interval.tensor]:
                 self._busy_s[route][1] += sign * self.task.store_s(interval.tensor, route)
@@ -200,17 +209,22 @@ class Selection:
         return since, max(last, min(interval.end, self.plan.num_runs))
 
     def _has_room(self, j: int, route: int) -> bool:
+        all_used = self._used[route]
+        if all_used is None:
+            return True
         first, last = self._held(j)
-        used = self._used[route][first:last]
+        used = all_used[first:last]
         tensor = self.plan.intervals[j].tensor
         there = any(self.routes[k] == route for k in self._of_tensor.get(tensor, ()))
         if there and self.task.persistent[tensor]:
             return True
-        most = int(used.max()) if len(used) else 0
+        most = _most(used) if len(used) else 0
         return most + self.task.sizes[tensor] <= self.task.routes[route].room_bytes
 
     def _by_load(self, tensor: int, wanted: int | None) -> list[int]:
         """Return the routes that ``tensor`` can take: the wanted one, then those that end first."""
+        if len(self._busy_s) == 1:
+            return [0] if self.task.can_take(tensor, 0) else []
         loads: list[tuple[bool, float, int]] = []
         for route in range(len(self.task.routes)):
             if self.task.can_take(tensor, route):
@@ -220,3 +234,8 @@ class Selection:
                     store_s += self.task.store_s(tensor, route)
                 loads.append((route != wanted, max(load_s, store_s), route))
         return [route for _, _, route in sorted(loads)]
+
+
+def _most(sizes: npt.NDArray[np.int64]) -> int:
+    """Return the largest of some numbers; numpy's maximum takes three times as long to call."""
+    return int(sizes.item(sizes.argmax()))

@@ -9,6 +9,7 @@ import heapq
 from collections.abc import Callable, Iterator
 
 import numpy as np
+import numpy.typing as npt
 
 from gascompile.passes.intervals.selection import Selection
 from gascompile.passes.model import peer_orders
@@ -106,15 +107,21 @@ def largest_area(plan: RunLayout) -> Selection:
     pending = {j: 0.0 for j, interval in enumerate(plan.intervals) if not interval.unused}
     while selection.excess_bytes > 0 and pending:
         above = np.minimum(np.maximum(selection.memory - limit, 0), np.iinfo(np.int32).max * 1024)
+        clipped: dict[int, npt.NDArray[np.float64]] = {}
+        areas: dict[tuple[int, tuple[tuple[int, int], ...]], float] = {}
         scored: list[int] = []
         scores: list[float] = []
         for j in pending:
             interval = plan.intervals[j]
-            size = task.sizes[interval.tensor]
-            area = sum(
-                float(np.dot(np.minimum(above[a:b], size), plan.seconds[a:b]))
-                for a, b in plan.spans(interval)
-            )
+            size, spans = task.sizes[interval.tensor], plan.spans(interval)
+            # A parameter and its moments lie unused together.
+            area = areas.get((size, spans))
+            if area is None:
+                if size not in clipped:
+                    clipped[size] = np.minimum(above, size).astype(np.float64)
+                over = clipped[size]
+                area = sum(float(np.dot(over[a:b], plan.seconds[a:b])) for a, b in spans)
+                areas[size, spans] = area
             if area > 0:
                 scored.append(j)
                 scores.append(area / max(size, 1))
@@ -145,6 +152,8 @@ class _Channels:
     def slowest_in_time(self, j: int) -> int:
         """Take time on the slowest route on which ``j`` gets away and back; the fastest if on none."""
         plan, task = self.plan, self.plan.task
+        if len(task.routes) == 1:
+            return 0
         interval = plan.intervals[j]
         begin_s, end_s = float(plan.clock[interval.start + 1]), float(plan.clock[interval.end])
         begin, end = int(begin_s / self.width_s), int(end_s / self.width_s)

@@ -76,6 +76,8 @@ class RunLayout:
     """Start of each run if nothing ever waits; one entry more for the end."""
     intervals: tuple[Interval, ...]
     keys: tuple[Key, ...]
+    sizes: tuple[int, ...]
+    """Bytes of each interval's tensor."""
     kept: npt.NDArray[np.int64]
     """Bytes at each run when nothing ever leaves, workspace included."""
     made: npt.NDArray[np.int64]
@@ -145,13 +147,11 @@ def layout_of(task: IntervalProblem, runs: Sequence[Run]) -> RunLayout:
     for tensor, uses in enumerate(accesses):
         if uses and uses[0][1] and not task.persistent[tensor]:
             made[uses[0][0]] += task.sizes[tensor]
-    gone = _dropped(runs, accesses, task)
-    for tensor, start, end in gone:
+    dropped: dict[int, list[int]] = {}
+    for tensor, start, end in _dropped(runs, accesses, task):
         change[start] -= task.sizes[tensor]
         change[end] += task.sizes[tensor]
         made[end] += task.sizes[tensor]
-    dropped: dict[int, list[int]] = {}
-    for tensor, start, _ in gone:
         dropped.setdefault(start, []).append(tensor)
     clock = np.concatenate([[0.0], np.cumsum(seconds)])
     return RunLayout(
@@ -161,6 +161,7 @@ def layout_of(task: IntervalProblem, runs: Sequence[Run]) -> RunLayout:
         clock=clock,
         intervals=tuple(intervals),
         keys=tuple(keys),
+        sizes=tuple(task.sizes[interval.tensor] for interval in intervals),
         kept=np.cumsum(change)[:count] + workspace,
         made=made,
         dropped=dropped,

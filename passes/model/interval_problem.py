@@ -61,6 +61,8 @@ class IntervalProblem:
     """Processors' time that moving a byte takes from ops."""
     fixed: frozenset[int] = frozenset()
     """Tensors that never leave."""
+    views_s: tuple[float, ...] = ()
+    """What views take of the time of each op that they were joined to; empty where none were."""
     _transfers: dict[tuple[int, int, bool], tuple[int, float, Pipes]] = field(
         init=False, default_factory=dict, repr=False, compare=False
     )
@@ -104,6 +106,13 @@ class IntervalProblem:
         """Seconds that the link out of the compute tier is busy with ``tensor``."""
         known = self._transfers.get((tensor, route, True))
         return (known or self.transfer(tensor, route, out=True))[1]
+
+    def without_views(self) -> IntervalProblem:
+        """Return the task with views that take no time: no list of moves is slower for it, not even between them."""
+        if not any(self.views_s):
+            return self
+        times = zip(self.op_times_s, self.views_s, strict=True)
+        return replace(self, op_times_s=tuple(time_s - views_s for time_s, views_s in times))
 
     def link_out(self, route: int) -> Link:
         """Return the link to the route's tier; there must be one."""
