@@ -31,11 +31,11 @@ _WORK_PER_S = 60_000
 
 [Empirical] 120,000 to 170,000 were on one core of a Xeon beside other work, so that half that speed is enough.
 """
-_ITERATIONS = 90
+_ITERATIONS = 75
 """Iterations whose gain a search may take, as time: what is trained or served runs for far more."""
-_LEAST = 135_000
+_LEAST = 105_000
 """Work that a search may do however little there is to gain."""
-_LONGER, _LONGEST = 1.5, 400_000
+_LONGER, _LONGEST = 1.4, 400_000
 """It goes on until so many times the work is done after which it got better the last time, and no longer than this."""
 _VAIN, _VAIN_LEAST = 4.0, 40_000
 """A search of many tensors is in vain after so many times the moves after which it got better the last time.
