@@ -34,7 +34,10 @@ _WORK_PER_S = 60_000
 _ITERATIONS = 75
 """Iterations whose gain a search may take, as time: what is trained or served runs for far more."""
 _LEAST = 105_000
-"""Work that a search may do however little there is to gain."""
+"""Work that a search may do however little there is to gain.
+
+[Empirical] 135,000, and 90 iterations, found plans 0.2 % faster in a fifth more time, over 35 steps of 4 to 60 layers.
+"""
 _LONGER, _LONGEST = 1.4, 400_000
 """It goes on until so many times the work is done after which it got better the last time, and no longer than this."""
 _VAIN, _VAIN_LEAST = 4.0, 40_000
