@@ -48,9 +48,11 @@ def join_views(workload: Workload, site: str) -> JoinedOps:
 
     Args:
         workload: any.
-        site: the tier that computes; an op without a time there stays by itself.
+        site: the tier that computes; nothing is joined where an op has no time there.
     """
     given = frozenset(t.name for t in workload.tensors if t.kind == TensorKind.INPUT)
+    if not all(site in op.time_s for op in workload.ops):
+        return _joined(workload, site, [[i] for i in range(len(workload.ops))])
     groups: list[list[int]] = []
     held: list[frozenset[str] | None] = []
     """Per group what its op holds; nothing known of a view that stands alone, which may be for the op behind it."""
@@ -76,7 +78,7 @@ def join_views(workload: Workload, site: str) -> JoinedOps:
 def _is_view(op: OpSpec, site: str) -> bool:
     """Whether an op makes nothing, takes nothing, and is over at once."""
     takes = op.writes or op.workspace_bytes or op.splits or op.gathers or op.cuts or op.patches
-    return not takes and op.time_s.get(site, 1.0) <= _SHORT_S
+    return not takes and op.time_s[site] <= _SHORT_S
 
 
 def _joined(workload: Workload, site: str, groups: Sequence[Sequence[int]]) -> JoinedOps:
@@ -85,7 +87,9 @@ def _joined(workload: Workload, site: str, groups: Sequence[Sequence[int]]) -> J
     views_s: list[float] = []
     for members in groups:
         # Views that stand alone are groups of one.
-        number = next((i for i in members if not _is_view(workload.ops[i], site)), members[0])
+        number = members[0]
+        if len(members) > 1:
+            number = next(i for i in members if not _is_view(workload.ops[i], site))
         op = workload.ops[number]
         beside_s = sum(workload.ops[i].time_s[site] for i in members if i != number)
         if beside_s:

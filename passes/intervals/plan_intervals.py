@@ -132,9 +132,13 @@ def _apart(
     """Return the plan of the whole workload, with each op by itself again."""
     steps, site = joined.apart(plan.steps), machine.compute_tier
     times_s = [op.time_s[site] for op in workload.ops]
-    events = compile_events(steps, times_s, machine, repeats=workload.repeats)
+    seconds = steady_seconds(compile_events(steps, times_s, machine, repeats=workload.repeats))
     return replace(
-        plan, steps=steps, sites=(site,) * len(workload.ops), seconds=steady_seconds(events)
+        plan,
+        steps=steps,
+        sites=(site,) * len(workload.ops),
+        seconds=seconds,
+        bound_s=min(plan.bound_s, seconds),  # sums in another order are rounded otherwise
     )
 
 

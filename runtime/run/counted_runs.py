@@ -84,8 +84,11 @@ class CountedRuns:
     def error(self, op: int, values: list[Any]) -> BudgetExceededError | None:
         """Return why the run at hand was stopped in ``op``; ``None`` where it was not the budget."""
         count = self._count
-        if count is None or not count.wanted_bytes:
+        wanted_bytes = count.wanted_bytes if count is not None else 0
+        if count is None or not wanted_bytes:
             return None
+        # The run is over, and what is put back takes memory, too.
+        count.limit(NO_LIMIT)
         if self._draws:
             torch.set_rng_state(self._random.get_state())
         kept = {x.untyped_storage().data_ptr() for x in pytree.tree_leaves(values) if _is_dense(x)}
@@ -95,7 +98,7 @@ class CountedRuns:
             half_updated = store.num_changes != self._num_changes
             before_bytes += self._uncounted_bytes(store, count)
         return budget_exceeded(
-            self._plan, op, count.wanted_bytes - before_bytes, half_updated=half_updated
+            self._plan, op, wanted_bytes - before_bytes, half_updated=half_updated
         )
 
     def _uncounted_bytes(self, store: Store, count: Count) -> int:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gascompile.core.errors import InfeasiblePlanError
+from gascompile.core.errors import InfeasiblePlanError, UnsupportedOpError
 from gascompile.core.steps import Compute, Recompute, Release, Reload
 from gascompile.core.workload import PERSISTENT, OpSpec, TensorKind, Workload
 from gascompile.passes.intervals import plan_intervals as planner
@@ -111,6 +111,17 @@ def test_what_takes_or_makes_anything_is_no_view(changed: dict[str, object]) -> 
     assert len(join_views(replace(workload, ops=(workload.ops[0], other)), "cpu").members) == 2
 
 
+def test_an_op_without_a_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that has a view beside it."""
+    monkeypatch.setattr(planner, "_is_large", lambda workload: True)
+    workload = task("w:weight:4", op("use w", 1, "w"), view("of w", "w"))
+    apart = replace(workload.ops[0], time_s={"gpu": 1.0})
+    workload = replace(workload, ops=(apart, workload.ops[1]))
+    assert join_views(workload, "cpu").members == ((0,), (1,))
+    with pytest.raises(UnsupportedOpError, match="op 'use w' has no time on 'cpu'"):
+        planner.plan_intervals(workload, drive(), {"cpu": 8}, effort=Effort(time_limit_s=1))
+
+
 def test_what_only_reads_what_the_caller_gives_takes_views_of_that_alone() -> None:
     """An op that holds nothing of the plan's is no view for all that."""
     workload = task(
@@ -167,6 +178,7 @@ def attempt(case: Case, *, joins: bool) -> float | None:
         case.workload, case.machine, plan.steps, plan.homes, limits_bytes=case.limits_bytes
     )
     assert done.seconds == pytest.approx(plan.seconds, abs=1e-9)
+    assert joins or plan.bound_s <= plan.seconds
     assert len(plan.sites) == len(case.workload.ops)
     return plan.seconds
 

@@ -45,7 +45,18 @@ def greedy(x: torch.Tensor) -> torch.Tensor:
     return found
 
 
+_fills: list[bool] = []
+"""Not empty where the next call takes memory until there is none."""
+
+
 def _greedy_cpu(x: torch.Tensor) -> torch.Tensor:
+    taken: list[torch.Tensor] = []
+    while _fills:
+        try:
+            taken.append(torch.zeros(256, dtype=torch.uint8))
+        except torch.OutOfMemoryError:
+            _fills.clear()
+            raise
     scratch = torch.zeros(_SCRATCH_BYTES, dtype=torch.uint8)
     return x + scratch[0]
 
@@ -138,6 +149,20 @@ def test_the_plan_is_made_again_and_the_steps_are_right(
         # Remembered: the next step needs no second try.
         assert caplog.text.count("the plan is made again") == tries
         assert_as_eager(model, losses)
+
+
+def test_random_numbers_are_put_back_where_no_memory_is_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The state of the generator takes 5 kB, more than the stopped run has left."""
+    budget = smallest_budget(tmp_path) + _SCRATCH_BYTES * 5 // 4
+    model = new_model()
+    with new_step(model, budget, tmp_path) as step:
+        _fills.append(True)
+        losses = losses_of(step)
+    assert not _fills
+    assert "the plan is made again" in caplog.text
+    assert_as_eager(model, losses)
 
 
 def test_where_no_plan_fits_the_error_names_the_smallest_budget(tmp_path: Path) -> None:
