@@ -31,12 +31,17 @@ MOST_PLANS = 6
 """For one call: each may show more of what an op takes."""
 
 
-def planned_again(run: Callable[[], T], learn: Callable[[BudgetExceededError], bool]) -> T:
+def planned_again(
+    run: Callable[[], T],
+    remember: Callable[[BudgetExceededError], bool],
+    plan_again: Callable[[BudgetExceededError], bool],
+) -> T:
     """Return what ``run`` does, which is tried again where an op took more than its plan has for it.
 
     Args:
         run: with the plan of the moment; stopped, it has changed nothing unless its error says so.
-        learn: plans again with what was found; returns whether there is something new to try.
+        remember: keeps what was found for the next plan, whoever makes it; returns whether it is new.
+        plan_again: plans with what was found; returns whether that may be tried.
 
     Raises:
         BudgetExceededError: nobody can plan again, or states had changed by then.
@@ -45,7 +50,8 @@ def planned_again(run: Callable[[], T], learn: Callable[[BudgetExceededError], b
         try:
             return run()
         except BudgetExceededError as error:
-            if number == MOST_PLANS or error.half_updated or not learn(error):
+            is_new = remember(error)
+            if not is_new or number == MOST_PLANS or error.half_updated or not plan_again(error):
                 raise
     raise AssertionError("the last run returns or raises")
 
@@ -71,16 +77,18 @@ def run_within_budget(
         _grade(executor, now.bundle, cache_dir)
         return now, outputs
 
-    def learn(error: BudgetExceededError) -> bool:
+    def again(error: BudgetExceededError) -> bool:
         nonlocal now
-        bundle = now.bundle
-        if not remember(bundle.program, bundle.plan, error, cache_dir) or replan is None:
+        if replan is None:
             return False
         log_replan(error)
         now = replan(now)
         return True
 
-    return planned_again(run, learn)
+    def keep(error: BudgetExceededError) -> bool:
+        return remember(now.bundle.program, now.bundle.plan, error, cache_dir)
+
+    return planned_again(run, keep, again)
 
 
 def log_replan(error: BudgetExceededError) -> None:

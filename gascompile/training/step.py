@@ -22,7 +22,7 @@ from gascompile.core.plan import Plan
 from gascompile.core.reports import GraphReport, RunReport
 from gascompile.core.waiting import in_turn
 from gascompile.machines.op_times import computes_here
-from gascompile.machines.run_within_budget import planned_again
+from gascompile.machines.run_within_budget import log_replan, planned_again
 from gascompile.runtime.memory.pages import Pages
 from gascompile.runtime.run.recording import Recording
 from gascompile.training.capture.requirements import (
@@ -256,12 +256,17 @@ class TrainingStep(StepValues):
         # A call is this rank's own: it needs no other.
         ranks = None if calls else self.ranks
         with ranks.together() if ranks else nullcontext():
-            return planned_again(run, lambda error: unit is not None and self._learns(unit, error))
+            return planned_again(
+                run,
+                lambda error: unit is not None and self._maker.learns(unit, error),
+                lambda error: unit is not None and self._drops(unit, error),
+            )
 
-    def _learns(self, unit: StepUnit, error: BudgetExceededError) -> bool:
+    def _drops(self, unit: StepUnit, error: BudgetExceededError) -> bool:
         """Return whether a plan that knows what was found may be tried: nothing has changed yet."""
-        if self._holdings.failure or not self._maker.learns(unit, error):
+        if self._holdings.failure:
             return False
+        log_replan(error)
         self._holdings.settle(unit)
         self._units.drop(unit)
         # Others are in the middle of the step; the next job plans with what was learnt.

@@ -22,7 +22,6 @@ from gascompile.core.errors import (
 from gascompile.core.plan import Plan
 from gascompile.core.progress import task
 from gascompile.core.sizes import SPILL_BUFFER_BYTES
-from gascompile.machines.run_within_budget import log_replan
 from gascompile.passes.graph.leaving import other_sites
 from gascompile.runtime.memory.pinned import HOST
 from gascompile.training.capture.shapes import with_shapes
@@ -287,10 +286,7 @@ class StepPlanner(StagePlanner):
             # Its ops are known by name alone: a capture will tell what kind the one is of.
             plan_cache.remove(self._config.cache_dir, unit.entry)
             return True
-        if not remember(unit.program.program, unit.plan, error, self._config.cache_dir):
-            return False
-        log_replan(error)
-        return True
+        return remember(unit.program.program, unit.plan, error, self._config.cache_dir)
 
     def _plan(
         self, program: StepProgram, prints: Mapping[str, str], stage: PipelineStage | None = None

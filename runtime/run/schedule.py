@@ -37,9 +37,9 @@ class RunStep(NamedTuple):
     """Whether it may as well run after all others, with those of its kind."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class RunSchedule:
-    """All that a run needs."""
+    """All that a run needs. Whoever reports an error prints what calls were given, and values may be away by then."""
 
     steps: tuple[RunStep, ...]
     slots: tuple[Value, ...]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import gascompile
-from gascompile.core.errors import CheckpointError
+from gascompile.core.errors import BudgetExceededError, CheckpointError
 from gascompile.core.sizes import PAGE_BYTES, align_up
 from gascompile.integrations.adapter_names import with_base_names
 from gascompile.weights.checkpoint import has_own_values, open_checkpoint
@@ -99,6 +100,7 @@ def test_a_base_on_the_meta_device_is_never_copied(
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
+    _take_what_they_take(lambda: wrap(outline()), tmp_path / "base", cache)
     frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
     trained = [p.nbytes for p in model.parameters() if p.requires_grad]
     assert frozen > BUDGET_BYTES - (4 << 20) > sum(trained)
@@ -128,6 +130,33 @@ def test_a_base_on_the_meta_device_is_never_copied(
         assert step.last_run.link_bytes["nvme->cpu"] > frozen // 4
     for name, value in eager.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
+
+
+def _take_what_they_take(build: Callable[[], nn.Module], checkpoint: Path, cache: Path) -> None:
+    """Have plans know what ops take beside their operands, of which a machine by hand says nothing.
+
+    Products in bfloat16 take 40 kB on processors with tiles; where a parameter has changed by then, the step that shows
+    it is not tried again.
+    """
+    for _ in range(8):
+        model = build()
+        with (
+            contextlib.suppress(BudgetExceededError),
+            gascompile.compile_step(
+                model,
+                next_tokens,
+                adamw(model),
+                BUDGET_BYTES,
+                TOKENS[0],
+                checkpoint=checkpoint,
+                machine=HOST,
+                cache_dir=cache,
+                time_limit_s=PLANNING_S,
+            ) as step,
+        ):
+            for tokens in TOKENS:
+                step(tokens)
+            return
 
 
 @pytest.mark.parametrize("wrap", [by_hand, by_peft])

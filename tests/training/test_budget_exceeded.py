@@ -186,6 +186,11 @@ def test_updates_that_were_made_are_not_made_twice(tmp_path: Path) -> None:
         with pytest.raises(StorageError, match="load"):
             step(BATCHES[0])
         step.load(tmp_path / "saved")
+    # The next plan knows what this one was stopped for.
+    with pytest.raises(InfeasiblePlanError) as refused:
+        new_step(new_model(is_late=True), budget, tmp_path)
+    with new_step(new_model(is_late=True), refused.value.required_bytes, tmp_path) as step:
+        step(BATCHES[0])
 
 
 def test_a_step_may_pass_its_budget_where_that_is_wanted(

@@ -227,7 +227,7 @@ def test_a_kept_step_that_an_op_takes_beyond_its_budget_is_captured_again(tmp_pa
         error = BudgetExceededError(
             op="addmm", planned_bytes=1, real_bytes=2, budget_bytes=3, tier="cpu"
         )
-        assert step._learns(unit, error)
+        assert step._maker.learns(unit, error) and step._drops(unit, error)
         assert not plan_cache.entries(tmp_path)
         step(run.batches[0])
         (unit,) = step._units
