@@ -6,6 +6,7 @@ import math
 import random
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -104,9 +105,9 @@ def test_views_go_to_the_op_that_holds_what_they_look_at() -> None:
         {"patches": {"w": 1}},
     ],
 )
-def test_what_takes_or_makes_anything_is_no_view(changed: dict[str, object]) -> None:
+def test_what_takes_or_makes_anything_is_no_view(changed: dict[str, Any]) -> None:
     workload = task("w:weight:4 a:activation:4", op("use w", 1, "w"), view("of w", "w"))
-    other = replace(workload.ops[1], **changed)  # type: ignore[arg-type]
+    other = replace(workload.ops[1], **changed)
     assert len(join_views(workload, "cpu").members) == 1
     assert len(join_views(replace(workload, ops=(workload.ops[0], other)), "cpu").members) == 2
 
@@ -229,8 +230,8 @@ def test_a_large_step_is_planned_with_its_views_joined(monkeypatch: pytest.Monke
 
     begin = Search.__init__
 
-    def counted(search: Search, *args: object, **kwargs: object) -> None:
-        begin(search, *args, **kwargs)  # type: ignore[arg-type]
+    def counted(search: Search, *args: Any, **kwargs: Any) -> None:
+        begin(search, *args, **kwargs)
         runs.append(search.base.num_runs)
 
     assert planner._is_large(workload)
