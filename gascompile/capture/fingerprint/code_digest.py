@@ -46,6 +46,8 @@ _OF_MODULES = {
 }  # fmt: skip
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _DATA = (*_PLAIN, list, tuple, dict, set, frozenset, torch.Tensor, numpy.ndarray)
+_MADE_AT_FIRST = "__dynamo_disable"
+"""Where torch keeps what it makes of a function of its own when that is called first."""
 _DISPATCH_CACHES = {"dispatch_cache", "cache_token"}
 _HEAP_TYPE = 1 << 9
 """Flag of classes that a ``class`` statement or ``type()`` made, ``Py_TPFLAGS_HEAPTYPE``."""
@@ -111,8 +113,9 @@ class CodeDigest:
             if not (dispatches and name in _DISPATCH_CACHES):
                 self.value(cell, name)
         for name, value in sorted(vars(function).items()):
-            self.add("attribute", name)
-            self.value(value, name)
+            if name != _MADE_AT_FIRST or origin_of_code(function) is not Origin.TORCH:
+                self.add("attribute", name)
+                self.value(value, name)
 
     def names(self, code: types.CodeType, space: Mapping[str, Any]) -> None:
         """Feed the values of all that code names among its globals and in modules."""

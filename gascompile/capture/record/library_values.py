@@ -33,6 +33,9 @@ _TABLES = (dict, types.SimpleNamespace, *_LISTS)
 """What settings are kept in that have a name of their own, or one of a class or of another table."""
 
 _LAYERS = "torch/nn/modules/"
+_VERSIONED = {Origin.INSTALLED, Origin.TORCH}
+_AS_WRITTEN = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
+"""What is under a name from the first: library code makes none when it is needed."""
 
 Place = tuple[Any, Any, str]
 """What to ask, for what, and what to call the answer."""
@@ -128,14 +131,22 @@ class FirstSeen:
         self._values: dict[tuple[int, object], tuple[Any, Any]] = {}
         """By what was asked, which is kept, and for what."""
         self._owners: set[int] = set()
+        self._made: dict[tuple[int, str], tuple[Any, Any]] = {}
+        """What is neither a function nor a class, and what is not there yet, by the same."""
 
     def note(self, code: types.CodeType, space: dict[str, Any]) -> None:
         """Take note of what ``code`` finds, which is about to run."""
         path = code.co_filename
-        if origin_of_file(path) is not Origin.INSTALLED and _LAYERS not in path:
+        origin = origin_of_file(path)
+        if origin not in _VERSIONED:
             return
         names = names_of(code)
         found = [followed(space, chain) for chain in names.chains]
+        for owner, key, value in found:
+            if key in owner and not isinstance(value, _AS_WRITTEN):
+                self._made.setdefault((id(owner), key), (owner, value))
+        if origin is not Origin.INSTALLED and _LAYERS not in path:
+            return
         for taken in names.imports:
             module = sys.modules.get(absolute_name(taken, space))
             if module is not None:
@@ -153,6 +164,11 @@ class FirstSeen:
             return place_key(owner, key)[0] not in self._owners
         now = asked(owner, key)
         return now is before or same(before, now)
+
+    def made_of(self, owner: Any, key: str) -> tuple[bool, Any]:
+        """Return whether it is known what was in a place before the capture, and what."""
+        place = (id(owner), key)
+        return (True, self._made[place][1]) if place in self._made else (False, None)
 
 
 def _any(_: str) -> bool:

@@ -17,6 +17,8 @@ from gascompile.capture.record.call_digest import CallDigest
 from gascompile.core.deferral import safe_point
 
 _OWN_SPACES = {"aten", "prim", "prims", "prologue", "inductor", "quantized", "_c10d_functional"}
+_OURS = "gascompile"
+"""What the names of all our own spaces begin with: their ops run no code of the program either."""
 
 
 class Quiet(TorchFunctionMode):
@@ -86,8 +88,8 @@ def _calls_back(
 ) -> bool:
     """Return whether code of the program may run inside an operator."""
     if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-        space = str(func).partition(".")[0]
-        return space.partition("::")[0] not in _OWN_SPACES
+        space = str(func).partition(".")[0].partition("::")[0]
+        return space not in _OWN_SPACES and not space.startswith(_OURS)
     if isinstance(func, torch._ops.HigherOrderOperator):
         return True
     if any(origin_of_type(kind) is not Origin.TORCH for kind in types):

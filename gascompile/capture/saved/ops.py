@@ -11,6 +11,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from functools import cache
+from importlib import import_module
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -40,6 +41,15 @@ FUNCTION_NAMES: Final = {function: name for name, function in FUNCTIONS.items()}
 _OWN: Final = {str(op): op for op in (format_ops.LINEAR, format_ops.DECODE)}
 OPS_OF_LIBRARIES: Final = frozenset({"transformers.grouped_mm_fallback.default"})
 """Those of transformers that its models are captured with; reading them imports the part that registers them."""
+_OWN_OPS: Final = {
+    "gascompile_dropout": "gascompile.training.capture.exact_dropout",
+    "gascompile_norms": "gascompile.training.capture.cumulative_norms",
+    "gascompile_ranks": "gascompile.training.optimizers.rank_ops",
+    "gascompile_rows": "gascompile.training.planning.row_draws",
+    "gascompile_stages": "gascompile.distributed.stage_ops",
+    "gascompile_updates": "gascompile.training.optimizers.update_ops",
+}
+"""Our own ops of training steps -> the module that registers them, which a process may not have imported yet."""
 _MAX_EXPONENT: Final = 64  # a larger one makes numbers that take seconds and memory
 
 
@@ -121,6 +131,8 @@ def registered(name: str) -> torch._ops.OpOverload | None:
     if len(parts) != 3 or not all(part.isidentifier() and part.isascii() for part in parts):
         return None
     namespace, packet, overload = parts
+    if namespace in _OWN_OPS:
+        import_module(_OWN_OPS[namespace])
     try:
         op = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
     except AttributeError:

@@ -1,0 +1,238 @@
+"""Library digests: what the code of torch and of installed libraries finds under the names that it uses.
+
+A program may have put something else there. What a capture itself sets for the first time, as what a library makes when
+it is needed, is there or not yet in another process; both are as the library comes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import sys
+import types
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from gascompile.capture.fingerprint.code_fingerprint import module_digest
+from gascompile.capture.fingerprint.code_names import absolute_name, names_of
+from gascompile.capture.fingerprint.code_origin import (
+    Origin,
+    origin_of_module,
+    origin_of_name,
+)
+from gascompile.capture.fingerprint.replaced import is_library_code
+from gascompile.capture.fingerprint.value_digest import ValueDigest
+from gascompile.capture.record.function_tables import table_entries
+from gascompile.capture.record.imports import imports
+from gascompile.capture.record.library_values import (
+    FirstSeen,
+    asked,
+    followed,
+    is_plain_value,
+    plain_places,
+)
+from gascompile.capture.record.recorder import Running
+from gascompile.capture.record.watched import Reads
+
+NOT_THERE = ""
+"""In the place of a digest."""
+_PLAIN = (int, float, complex, str, bytes)
+_ARITHMETIC = {"sympy", "mpmath"}
+"""By which torch reckons with sizes: they import as they go, and no model reads of them."""
+_MACHINERY = (
+    "torch._decomp", "torch._dynamo", "torch._export", "torch._functorch.", "torch._guards", "torch._higher_order_ops",
+    "torch._inductor", "torch._library", "torch._opaque_base", "torch._prims", "torch._refs", "torch._subclasses",
+    "torch.fx", "torch.library", "torch.utils._config_module", "torch.utils._inspect", "torch.utils._stats", "torchgen",
+)  # fmt: skip
+"""By which torch itself traces: it runs in every capture, mostly unseen, and holds what it has come across."""
+_VERSIONED = {Origin.INSTALLED, Origin.TORCH}
+
+
+def library_names(running: Running) -> dict[str, tuple[str, ...]]:
+    """Return the globals that library code used which ran, by module."""
+    used: dict[str, set[str]] = {}
+    imported = imports.by_captures()
+    for body, space in running.code.values():
+        name = space.get("__name__")
+        module = sys.modules.get(name) if isinstance(name, str) else None
+        if module is None or vars(module) is not space or not isinstance(name, str):
+            continue
+        if origin_of_module(module) in _VERSIONED and not name.startswith(_MACHINERY):
+            used.setdefault(name, set())
+            names = names_of(body)
+            for chain in names.chains:
+                if chain[0] in space:
+                    holder, rest = _holder(name, chain, imported)
+                    used.setdefault(holder, set()).update([".".join(rest)] if rest else ())
+            for taken in names.imports:
+                source = absolute_name(taken, space)
+                is_arithmetic = source.partition(".")[0] in _ARITHMETIC
+                if (
+                    taken.names
+                    and not is_arithmetic
+                    and origin_of_module(sys.modules.get(source)) in _VERSIONED
+                ):
+                    used.setdefault(source, set()).update(taken.names)
+    return {name: tuple(sorted(names)) for name, names in sorted(used.items())}
+
+
+def _holder(
+    name: str, chain: Sequence[str], imported: Collection[str]
+) -> tuple[str, Sequence[str]]:
+    """Return the module, and the name in it, that a dotted name is looked for in.
+
+    That is where it begins, or the last module on its way that the capture imported first: in another process that
+    one is not there yet.
+    """
+    place, space = (name, chain), vars(sys.modules[name])
+    for i, key in enumerate(chain):
+        value = space.get(key)
+        if not isinstance(value, types.ModuleType):
+            break
+        if value.__name__ in imported and origin_of_module(value) in _VERSIONED:
+            place = (value.__name__, chain[i + 1 :])
+        space = vars(value)
+    return place
+
+
+def library_digest(name: str, names: Iterable[str], reads: Reads, left_out: Collection[str]) -> str:
+    """Return the digest of what a library's module holds under names.
+
+    Args:
+        name: of the module.
+        names: in it, dotted.
+        reads: attributes that count.
+        left_out: places ``module:name`` that do not.
+    """
+    module = sys.modules.get(name)
+    if module is None:
+        return NOT_THERE
+    counted = [key for key in names if f"{name}:{key}" not in left_out]
+    parts: list[object] = [name]
+    if origin_of_module(module) is Origin.INSTALLED:
+        parts.append(module_digest(name))
+    parts += [*_values(name, counted, reads, left_out)]
+    return digest_of(repr(parts))
+
+
+def _values(
+    name: str, names: Sequence[str], reads: Reads, left_out: Collection[str]
+) -> Iterator[object]:
+    """Yield what tells what stands under ``names``, and what plain values are in it, from all else."""
+    for (owner, key), place in sorted(plain_in({name: names}, reads), key=itemgetter(1)):
+        if place not in left_out:
+            yield place, repr(asked(owner, key))
+    for key in names:
+        yield key, _identity(_followed(vars(sys.modules[name]), key))
+
+
+def set_first(
+    used: Mapping[str, Iterable[str]], reads: Reads, first: FirstSeen
+) -> dict[str, tuple[str, str]]:
+    """Return what the capture itself set ``module:name`` to, as a library makes something when it is needed.
+
+    Returns:
+        The digests of what was there before and of what is there now.
+    """
+    found = {}
+    for name, names in used.items():
+        if name in sys.modules:
+            for chain in names:
+                owner, key, value = followed(vars(sys.modules[name]), chain.split("."))
+                seen, before = first.made_of(owner, key)
+                if seen and type(before) is not type(value):
+                    was = digest_of(repr(_identity(before)))
+                    found[f"{name}:{chain}"] = was, _made_digest(name, chain, reads)
+    return found
+
+
+def is_set_or_not_yet(place: str, known: tuple[str, str], reads: Reads) -> bool:
+    """Return whether what stands at ``module:name`` is what it was before or behind the capture."""
+    name, _, chain = place.partition(":")
+    if name not in sys.modules:
+        return True
+    before, made = known
+    now = digest_of(repr(_identity(_followed(vars(sys.modules[name]), chain))))
+    return now == before or _made_digest(name, chain, reads) == made
+
+
+def _made_digest(name: str, chain: str, reads: Reads) -> str:
+    return digest_of(repr([*_values(name, [chain], reads, ())]))
+
+
+def function_tables(used: Mapping[str, Iterable[str]]) -> dict[str, dict[str, str]]:
+    """Return what is in the tables of functions that library code finds under its names."""
+    found = {
+        f"{name}:{chain}": _followed(vars(sys.modules[name]), chain)
+        for name, chains in used.items()
+        if name in sys.modules
+        for chain in chains
+    }
+    tables = {
+        name: table_entries(value, lambda held: digest_of(repr(_identity(held))))
+        for name, value in found.items()
+        if isinstance(value, Mapping)
+    }
+    return {name: entries for name, entries in tables.items() if entries}
+
+
+def plain_in(
+    used: Mapping[str, Iterable[str]], reads: Reads
+) -> Iterator[tuple[tuple[Any, Any], str]]:
+    """Yield the numbers, words and flags that are, or are in, what libraries' code finds under its names."""
+    for name, names in used.items():
+        module = sys.modules.get(name)
+        if module is None or origin_of_module(module) is not Origin.INSTALLED:
+            continue
+        for chain in names:
+            owner, key, value = followed(vars(module), chain.split("."))
+            if is_plain_value(value) and key in owner:
+                yield (owner, key), f"{name}:{chain}"
+            for held, inner, place in plain_places(value, f"{name}:{chain}", reads.has):
+                yield (held, inner), place
+
+
+def _followed(space: Mapping[str, Any], chain: str) -> object:
+    """Return what a dotted name leads to, as far as it goes through modules."""
+    value: object = None
+    for key in chain.split("."):
+        value = space.get(key)
+        # The registry of ops fills up with what is imported; nothing in it can be put in another's place.
+        if not isinstance(value, types.ModuleType) or value is torch.ops:
+            break
+        space = vars(value)
+    return value
+
+
+def _identity(value: object) -> object:
+    """Return what tells a function or a number from the one that a library comes with, and from any other one."""
+    if isinstance(value, types.FunctionType):
+        if not is_library_code(value):
+            return _all_of(value)
+        return value.__module__, value.__qualname__, value.__code__.co_firstlineno
+    if isinstance(value, type | types.BuiltinFunctionType):
+        is_own = isinstance(value, type) and origin_of_name(value.__module__) is Origin.USER
+        return _all_of(value) if is_own else (value.__module__, value.__qualname__)
+    if isinstance(value, partial) or origin_of_name(type(value).__module__) is Origin.USER:
+        return _all_of(value)
+    return (
+        value if isinstance(value, _PLAIN) and not isinstance(value, bool) else type(value).__name__
+    )
+
+
+def _all_of(value: object) -> str:
+    """Return the digest of a program's own value; another one each time where it holds what cannot be compared."""
+    of = ValueDigest()
+    of.value(value)
+    text = of.digest()
+    return secrets.token_hex() if of.opaque else text
+
+
+def digest_of(text: str | bytes) -> str:
+    """Return the digest of words."""
+    raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+    return hashlib.blake2b(raw, digest_size=16).hexdigest()
