@@ -31,12 +31,20 @@ class _LibrariesOwn:
         """Of their globals: one changes with whatever is set or taken away, and no two dictionaries have the same."""
         self.num_rewritten = 0
         """How many functions had been given other code, where they lie, by then."""
+        self._has_looked = False
 
     def forget_rewritten(self) -> None:
         """Forget all where a function may have been given other code since."""
-        if not listen() or heard.num_rewritten != self.num_rewritten:
+        if self._has_looked and (not listen() or heard.num_rewritten != self.num_rewritten):
             self.num_rewritten = heard.num_rewritten
             self.versions.clear()
+
+    def has_looked(self) -> None:
+        """Listen from the first look at all functions on: looking takes twice as long for who is heard."""
+        if not self._has_looked:
+            self._has_looked = True
+            listen()
+            self.num_rewritten = heard.num_rewritten
 
 
 _libraries_own = _LibrariesOwn()
@@ -65,6 +73,7 @@ def replaced_functions() -> list[tuple[str, types.FunctionType]]:
             continue
         if name != "__main__" and origin_of_module(module) not in _OF_PROGRAM:
             functions += _foreign(name, vars(module))
+    _libraries_own.has_looked()
     return functions
 
 
