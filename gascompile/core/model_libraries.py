@@ -7,7 +7,8 @@ for the first time. No room below ``api`` knows any of them.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -65,6 +66,10 @@ class ModelLibrary(Protocol):
 
     def set_at_first_call(self, model: nn.Module, kwargs: Mapping[str, Any]) -> None:
         """Set what the library itself sets on a model at the first call like this one."""
+        ...
+
+    def describable(self) -> AbstractContextManager[None]:
+        """Let models compute, while a training step is traced, by ops whose results torch can describe."""
         ...
 
     def methods(self, cls: type) -> dict[str, Callable[..., Any]]:
@@ -132,6 +137,15 @@ def set_at_first_call(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
     """Set what libraries themselves set on their models at the first call like this one."""
     for library in model_libraries():
         library.set_at_first_call(model, kwargs)
+
+
+@contextmanager
+def describable() -> Iterator[None]:
+    """Let models of all libraries compute, while a training step is traced, by ops that torch can describe."""
+    with ExitStack() as stack:
+        for library in model_libraries():
+            stack.enter_context(library.describable())
+        yield
 
 
 def methods(cls: type) -> dict[str, Callable[..., Any]]:

@@ -27,6 +27,7 @@ from gascompile.capture.fingerprint.fingerprint import (
 )
 from gascompile.capture.fingerprint.target import target_prints
 from gascompile.capture.record.record import CaptureRecord, Recorded
+from gascompile.capture.saved.ops import OPS_OF_LIBRARIES
 from gascompile.capture.torch_settings import SETTINGS, settings_now
 from gascompile.core import serial
 from gascompile.core.config import CompileConfig
@@ -274,7 +275,9 @@ def unknown_code(node: fx.Node) -> str | None:
     target = node.target
     if is_of_stages(target):
         return "ranks agree on the stages of a pipeline each time"
-    if isinstance(target, torch._ops.OpOverload) and not str(target).startswith(_OWN):
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    if not str(target).startswith(_OWN) and str(target) not in OPS_OF_LIBRARIES:
         return f"the gradient of {target} is code that is not compared"
     return None
 

@@ -45,6 +45,14 @@ def llama() -> Case:
     return transformers.LlamaForCausalLM(config), _next_token, _batches(lambda: _tokens(2, 16))
 
 
+def mixtral() -> Case:
+    config = transformers.MixtralConfig(
+        vocab_size=100, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4,
+    )  # fmt: skip
+    return transformers.MixtralForCausalLM(config), _next_token, _batches(lambda: _tokens(2, 16))
+
+
 def bert() -> Case:
     config = transformers.BertConfig(
         hidden_size=32,
@@ -113,7 +121,8 @@ def _batches(make: Callable[[], Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("make", "between"), [(gpt2, 1), (llama, 0), (bert, 0), (vit, 0), (convolutional, 1)]
+    ("make", "between"),
+    [(gpt2, 1), (llama, 0), (mixtral, 0), (bert, 0), (vit, 0), (convolutional, 1)],
 )
 def test_bits_of_eager_in_every_budget(
     make: Callable[[], Case], between: int, tmp_path: Path

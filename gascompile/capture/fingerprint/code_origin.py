@@ -107,7 +107,9 @@ def wrapped_by(value: Any) -> Any:
 
     Some objects answer with a new one of their kind, whatever is asked of them: only what is there counts.
     """
-    if type(value) is types.FunctionType:  # most are, and one keeps it where it can be looked up at once
+    if (
+        type(value) is types.FunctionType
+    ):  # most are, and one keeps it where it can be looked up at once
         return vars(value).get("__wrapped__")
     if not callable(value) or inspect.getattr_static(value, "__wrapped__", None) is None:
         return None

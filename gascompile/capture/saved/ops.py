@@ -39,7 +39,12 @@ FUNCTIONS: Final[Mapping[str, Target]] = {
 """What computes sizes from sizes, and takes elements of results."""
 FUNCTION_NAMES: Final = {function: name for name, function in FUNCTIONS.items()}
 _OWN: Final = {str(op): op for op in (format_ops.LINEAR, format_ops.DECODE)}
-OPS_OF_LIBRARIES: Final = frozenset({"transformers.grouped_mm_fallback.default"})
+OPS_OF_LIBRARIES: Final = frozenset(
+    {
+        "transformers.grouped_mm_fallback.default",
+        "transformers.grouped_mm_fallback_backward.default",
+    }
+)
 """Those of transformers that its models are captured with; reading them imports the part that registers them."""
 _OWN_OPS: Final = {
     "gascompile_dropout": "gascompile.training.capture.exact_dropout",

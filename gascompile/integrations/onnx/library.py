@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +66,11 @@ def fetch(name: str, revision: str | None = None) -> Path:
 
 def set_at_first_call(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
     """Modules of graphs set nothing at their first call."""
+
+
+def describable() -> AbstractContextManager[None]:
+    """Modules of graphs compute as they always do."""
+    return nullcontext()
 
 
 def methods(cls: type) -> dict[str, Callable[..., Any]]:

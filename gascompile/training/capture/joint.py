@@ -34,6 +34,7 @@ from gascompile.capture.record.record import CaptureRecord, Recorded, Recorder
 from gascompile.capture.record.trial import Trial
 from gascompile.core.collection import no_collection
 from gascompile.core.errors import CaptureError, UnsupportedOpError
+from gascompile.core.model_libraries import describable
 from gascompile.core.quick_traces import quick_traces
 from gascompile.core.true_strides import true_strides
 from gascompile.passes.graph.bound_aliases import bound_aliases
@@ -145,7 +146,8 @@ def capture_joint(
         wrapped = kind(
             model, loss_fn, spec, leaves, substitutes, recorder, trains=trains, caches=caches
         )
-        with recorder.around(), backward_recorded(recorder), numbered_norms(model) as norms:
+        recorded = backward_recorded(recorder)
+        with describable(), recorder.around(), recorded, numbered_norms(model) as norms:
             graph = _captured(wrapped, inputs)
         return EffectTrace(captured=_Traced(wrapped, norms), graph_module=graph, recorder=recorder)
 
