@@ -77,6 +77,12 @@ def settings_misfit(plan: Plan) -> Misfit | None:
     return Misfit(f"torch is set to {now}; the plan was made under {wanted}", is_setting=True)
 
 
+FOR_GIVEN_INPUTS = (
+    "plans were made for given inputs alone, and generating with a cache takes others: compile the model without "
+    "example_inputs, or generate with use_cache=False"
+)
+
+
 def advice(why_not: Misfit) -> str:
     """Return what to do where a call fits no plan and none is made for it."""
     if why_not.is_value:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from gascompile.api.given_forward import GivenForward
 from gascompile.api.guards import Values, refuse, require_apart, require_no_gradients
-from gascompile.api.matching import Misfit, advice
+from gascompile.api.matching import FOR_GIVEN_INPUTS, Misfit, advice
 from gascompile.api.moved_states import has_taken_states
 from gascompile.api.open_units import OpenUnits
 from gascompile.api.planning import Args, Kwargs, Planning
@@ -347,7 +347,7 @@ class Runner:
         def run() -> Together:
             begun_s, planning = time.perf_counter(), self.planning
             if planning is None or self._is_fixed:
-                raise PlanMismatchError("plans were made for given inputs alone")
+                raise PlanMismatchError(FOR_GIVEN_INPUTS)
             with self._beside():
                 number, units = self._planned(planning, lambda: plan(planning))
             for unit in units:

@@ -262,7 +262,7 @@ def test_a_plan_for_given_inputs_alone_says_so(tmp_path: Path) -> None:
             machine="cpu-nvme",
             cache_dir=tmp_path,
         ) as it,
-        pytest.raises(PlanMismatchError),
+        pytest.raises(PlanMismatchError, match="compile the model without example_inputs"),
     ):
         it.generate(text(1, 5), max_new_tokens=2)
 

@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -105,16 +106,37 @@ def _computes(kind: type[nn.Module], cache: str) -> list[str]:
         return [x.hex() for x in found.flatten().tolist()]
 
 
+def _generates(cache: str) -> list[int]:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    with gascompile.compile(model, "64MiB", machine="cpu-nvme", cache_dir=cache) as compiled:
+        tokens: Any = compiled.generate(torch.arange(1, 7)[None], max_new_tokens=4, do_sample=False)
+        return [int(token) for token in tokens[0]]
+
+
 def main() -> None:
-    """Train models and compute them with the cache of the command line; ranks train one."""
+    """Train models and compute them with the cache of the command line; ranks train one, and fail the first time."""
     (cache,) = sys.argv[1:]
+    found: dict[str, Any]
     if "RANK" in os.environ:
         found = {"Drops": _trains(Drops, cache)}
     else:
         found = {f"{kind.__name__} trains": _trains(kind, cache) for kind in _TRAINED}
         found |= {f"{kind.__name__} computes": _computes(kind, cache) for kind in _KINDS}
+        found["Llama generates"] = _generates(cache)
     made = sorted(sys.modules.keys() & {*MAKES_PLANS})
     sys.stdout.write(json.dumps({"found": found, "made": made}) + "\n")
+    sys.stdout.flush()
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+        torch.distributed.barrier()
+        os._exit(1)
 
 
 if __name__ == "__main__":

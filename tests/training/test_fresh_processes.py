@@ -15,6 +15,7 @@ _RANKS = [
     "torch.distributed.run",
     "--standalone",
     "--nproc-per-node=2",
+    "--max-restarts=1",
     "--no-python",
     sys.executable,
 ]
@@ -32,16 +33,21 @@ def _started(cache: Path, *before: str) -> list[dict[str, Any]]:
 
 def test_a_new_process_captures_and_plans_nothing_that_another_has(tmp_path: Path) -> None:
     (cold,), (warm,) = _started(tmp_path), _started(tmp_path)
-    assert len(cold["found"]) == 11
+    assert len(cold["found"]) == 12
     assert "gascompile.training.capture.joint" in cold["made"]
     assert warm["found"] == cold["found"]
     assert not warm["made"]
 
 
 def test_ranks_that_are_started_again_capture_and_plan_nothing(tmp_path: Path) -> None:
-    cold, warm = _started(tmp_path, *_RANKS), _started(tmp_path, *_RANKS)
-    assert len(cold) == len(warm) == 2
-    for before, now in zip(cold, warm, strict=True):
+    cold, *warm = _pairs(_started(tmp_path, *_RANKS))
+    assert len(warm) == 1
+    for before, now in zip(cold, warm[0], strict=True):
         assert "gascompile.training.capture.joint" in before["made"]
         assert now["found"] == before["found"]
         assert not now["made"]
+
+
+def _pairs(said: list[dict[str, Any]]) -> list[tuple[dict[str, Any], ...]]:
+    """Return what two ranks have to say each time that they run."""
+    return [*zip(said[::2], said[1::2], strict=True)]

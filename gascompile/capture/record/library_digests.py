@@ -61,23 +61,25 @@ def library_names(running: Running) -> dict[str, tuple[str, ...]]:
         module = sys.modules.get(name) if isinstance(name, str) else None
         if module is None or vars(module) is not space or not isinstance(name, str):
             continue
-        if origin_of_module(module) in _VERSIONED and not name.startswith(_MACHINERY):
-            used.setdefault(name, set())
-            names = names_of(body)
-            for chain in names.chains:
-                if chain[0] in space:
-                    holder, rest = _holder(name, chain, imported)
-                    used.setdefault(holder, set()).update([".".join(rest)] if rest else ())
-            for taken in names.imports:
-                source = absolute_name(taken, space)
-                is_arithmetic = source.partition(".")[0] in _ARITHMETIC
-                if (
-                    taken.names
-                    and not is_arithmetic
-                    and origin_of_module(sys.modules.get(source)) in _VERSIONED
-                ):
-                    used.setdefault(source, set()).update(taken.names)
+        if not _counts(name):
+            continue
+        used.setdefault(name, set())
+        names = names_of(body)
+        for chain in names.chains:
+            if chain[0] in space:
+                holder, rest = _holder(name, chain, imported)
+                used.setdefault(holder, set()).update([".".join(rest)] if rest else ())
+        for taken in names.imports:
+            source = absolute_name(taken, space)
+            if taken.names and _counts(source):
+                used.setdefault(source, set()).update(taken.names)
     return {name: tuple(sorted(names)) for name, names in sorted(used.items())}
+
+
+def _counts(name: str) -> bool:
+    """Return whether it matters what stands in a module."""
+    is_of_torch = name.startswith(_MACHINERY) or name.partition(".")[0] in _ARITHMETIC
+    return not is_of_torch and origin_of_module(sys.modules.get(name)) in _VERSIONED
 
 
 def _holder(
@@ -93,7 +95,7 @@ def _holder(
         value = space.get(key)
         if not isinstance(value, types.ModuleType):
             break
-        if value.__name__ in imported and origin_of_module(value) in _VERSIONED:
+        if value.__name__ in imported and _counts(value.__name__):
             place = (value.__name__, chain[i + 1 :])
         space = vars(value)
     return place
