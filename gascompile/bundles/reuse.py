@@ -26,7 +26,6 @@ from gascompile.bundles.kept_captures import (
 )
 from gascompile.capture.fingerprint.fingerprint import ModulePrint
 from gascompile.capture.record.dependencies import Dependencies
-from gascompile.capture.record.imports import imports
 from gascompile.capture.record.kept_watches import unseen, watched
 from gascompile.capture.record.record import CaptureRecord, Recorded
 from gascompile.capture.record.watched import Watches
@@ -90,7 +89,6 @@ class CachedPlan:
         """
         if self.printed.opaque:
             return None
-        imports.before()
         cached = plan_cache.read(self.folder, self.prints)
         if cached is None:
             self._say_what_is_new()

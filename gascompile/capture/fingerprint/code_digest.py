@@ -48,6 +48,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _DATA = (*_PLAIN, list, tuple, dict, set, frozenset, torch.Tensor, numpy.ndarray)
 _MADE_AT_FIRST = "__dynamo_disable"
 """Where torch keeps what it makes of a function of its own when that is called first."""
+_NOT_FOLLOWED = torch._compile._disable_dynamo(lambda: None).__code__
+"""Of what ``torch._disable_dynamo`` makes of functions."""
 _DISPATCH_CACHES = {"dispatch_cache", "cache_token"}
 _HEAP_TYPE = 1 << 9
 """Flag of classes that a ``class`` statement or ``type()`` made, ``Py_TPFLAGS_HEAPTYPE``."""
@@ -80,6 +82,11 @@ class CodeDigest:
 
     def function(self, function: types.FunctionType) -> None:
         """Feed a function."""
+        if function.__code__ is _NOT_FOLLOWED:
+            # What torch's compiler is not to follow computes the same; some are decorated as that is imported.
+            held = (function.__closure__ or ())[function.__code__.co_freevars.index("fn")]
+            self.value(held.cell_contents, function.__name__)
+            return
         self.add("function", function.__module__, function.__qualname__)
         self.later(self._body, function)
 
@@ -90,6 +97,8 @@ class CodeDigest:
         if origin is Origin.MADE:
             self.code(function.__code__)
         elif origin.versioned:
+            # It may have been given the code of another one.
+            self.add(function.__code__.co_qualname, function.__code__.co_firstlineno)
             if origin is Origin.INSTALLED:
                 self.add(*library_parts(function))
             if not _is_named(function):
@@ -113,7 +122,7 @@ class CodeDigest:
             if not (dispatches and name in _DISPATCH_CACHES):
                 self.value(cell, name)
         for name, value in sorted(vars(function).items()):
-            if name != _MADE_AT_FIRST or origin_of_code(function) is not Origin.TORCH:
+            if not (name == _MADE_AT_FIRST and _are_of_torch(function, value)):
                 self.add("attribute", name)
                 self.value(value, name)
 
@@ -277,6 +286,13 @@ def _is_named(value: types.FunctionType | type) -> bool:
     for key in value.__qualname__.split("."):
         at_name = getattr(at_name, "__dict__", {}).get(key)
     return at_name is value
+
+
+def _are_of_torch(*values: object) -> bool:
+    """Return whether all are functions of torch's."""
+    return all(
+        isinstance(v, types.FunctionType) and origin_of_code(v) is Origin.TORCH for v in values
+    )
 
 
 def _is_data(value: Any) -> bool:

@@ -23,12 +23,9 @@ from gascompile.capture.fingerprint.code_origin import (
 )
 from gascompile.capture.fingerprint.value_digest import ValueDigest
 from gascompile.capture.record.asked_settings import SETTINGS
-from gascompile.capture.record.function_tables import is_as_it_was
-from gascompile.capture.record.imports import imports
 from gascompile.capture.record.library_digests import (
     NOT_THERE,
     digest_of,
-    function_tables,
     is_set_or_not_yet,
     library_digest,
     library_names,
@@ -62,14 +59,12 @@ class Dependencies:
     libraries: Mapping[str, str]
     """Modules of libraries -> what their code found under the names that it uses."""
     library_names: Mapping[str, tuple[str, ...]]
-    tables: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Tables of functions among those names, ``module:name`` -> what is in them."""
-    set_first: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """What the capture itself set, as libraries make what they need, ``module:name`` -> before it and behind it."""
+    set_first: Mapping[str, str] = field(default_factory=dict)
+    """What the capture itself put where ``None`` was, ``module:name``, as libraries do at first use -> what it is."""
     moved: tuple[str, ...] = ()
     """Plain values in libraries, ``module:name``, that the capture itself changed."""
     loaded: tuple[str, ...] = ()
-    """Those of ``libraries`` that captures imported first: where one is not imported yet, it comes as it came."""
+    """Those of ``libraries`` that the capture imported first: where one is not imported yet, it comes as it came."""
     reads: tuple[str, ...] | None
     """Attributes that were read; ``None`` for all."""
     ran: tuple[str, ...]
@@ -114,11 +109,6 @@ class Dependencies:
         for place, was_set in self.set_first.items():
             if not is_set_or_not_yet(place, was_set, reads):
                 return f"{place} was replaced"
-        now = function_tables(self.library_names)
-        for name in now.keys() | self.tables.keys():
-            is_same = is_as_it_was(self.tables.get(name, {}), now.get(name, {}))
-            if not is_same and name.partition(":")[0] in sys.modules:
-                return f"something in {name} was replaced"
         return None
 
     def reading(self) -> Reads:
@@ -170,9 +160,8 @@ def dependencies(
         },
         moved=tuple(moved),
         library_names=used,
-        tables=function_tables(used),
         set_first=made,
-        loaded=tuple(sorted(imports.by_captures() & used.keys())),
+        loaded=tuple(sorted(running.imported & used.keys())),
         reads=None if reads.names is None else tuple(sorted(reads.names)),
         ran=tuple(sorted(reads.ran or ())),
         own=tuple(sorted({own_key(body) for body, _ in there})),

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from gascompile.capture.fingerprint.code_origin import origin_of_name
 from gascompile.capture.record.stand_ins import stored_items
 
 _MANY_FUNCTIONS = 256
@@ -48,30 +46,6 @@ def _is_stored(owner: Any, key: object, tables: list[dict[Any, Any]]) -> bool:
     return any(table.get(key) is held for table in tables)
 
 
-def table_entries(value: Mapping[Any, Any], identity: Callable[[object], str]) -> dict[str, str]:
-    """Return what tells the functions that are chosen from ``value`` from others, under words for their keys.
-
-    Behind each stands the module of a library that it comes from, as far as it comes from one.
-    """
-    table, keys = table_of(value)
-    told: Counter[str] = Counter()
-    entries = {}
-    for key in keys:
-        words = _ADDRESS.sub("", repr(key))
-        told[words] += 1
-        held = table[key]
-        module = getattr(held, "__module__", None)
-        known = isinstance(module, str) and origin_of_name(module).versioned
-        entries[f"{words} {told[words]}"] = f"{identity(held)} {module if known else ''}"
-    return entries
-
-
-def is_as_it_was(before: Mapping[str, str], now: Mapping[str, str]) -> bool:
-    """Return whether a table holds what it held, but for what modules put there that are not imported yet.
-
-    A register fills up as a library is imported: what such a module puts there will come as it came.
-    """
-    if any(before.get(words) != entry for words, entry in now.items()):
-        return False
-    away = [entry.partition(" ")[2] for words, entry in before.items() if words not in now]
-    return all(module and module not in sys.modules for module in away)
+def words_of(key: object) -> str:
+    """Return what a key says of itself in every process: some say where they lie in the memory of this one."""
+    return _ADDRESS.sub("", repr(key))

@@ -26,8 +26,7 @@ from gascompile.capture.fingerprint.code_origin import (
 )
 from gascompile.capture.fingerprint.replaced import is_library_code
 from gascompile.capture.fingerprint.value_digest import ValueDigest
-from gascompile.capture.record.function_tables import table_entries
-from gascompile.capture.record.imports import imports
+from gascompile.capture.record.function_tables import table_of, words_of
 from gascompile.capture.record.library_values import (
     FirstSeen,
     asked,
@@ -41,21 +40,20 @@ from gascompile.capture.record.watched import Reads
 NOT_THERE = ""
 """In the place of a digest."""
 _PLAIN = (int, float, complex, str, bytes)
-_ARITHMETIC = {"sympy", "mpmath"}
-"""By which torch reckons with sizes: they import as they go, and no model reads of them."""
+_TRACES_ALONE = ("sympy", "mpmath", "torch._export")
+"""By which torch exports and reckons with sizes: eager code runs none of it, and it imports as it goes."""
 _MACHINERY = (
-    "torch._decomp", "torch._dynamo", "torch._export", "torch._functorch.", "torch._guards", "torch._higher_order_ops",
-    "torch._inductor", "torch._library", "torch._opaque_base", "torch._prims", "torch._refs", "torch._subclasses",
-    "torch.fx", "torch.library", "torch.utils._config_module", "torch.utils._inspect", "torch.utils._stats", "torchgen",
+    "torch._C.", "torch._decomp", "torch._dynamo", "torch._functorch", "torch._guards",
+    "torch._higher_order_ops", "torch._inductor", "torch._library", "torch._opaque_base", "torch._ops", "torch._prims",
+    "torch._refs", "torch._subclasses", "torch.fx", "torch.library", "torch.utils._", "torchgen",
 )  # fmt: skip
-"""By which torch itself traces: it runs in every capture, mostly unseen, and holds what it has come across."""
+"""By which torch itself traces, mostly unseen: what it has come across is in registers and states of its own."""
 _VERSIONED = {Origin.INSTALLED, Origin.TORCH}
 
 
 def library_names(running: Running) -> dict[str, tuple[str, ...]]:
     """Return the globals that library code used which ran, by module."""
     used: dict[str, set[str]] = {}
-    imported = imports.by_captures()
     for body, space in running.code.values():
         name = space.get("__name__")
         module = sys.modules.get(name) if isinstance(name, str) else None
@@ -67,9 +65,10 @@ def library_names(running: Running) -> dict[str, tuple[str, ...]]:
         names = names_of(body)
         for chain in names.chains:
             if chain[0] in space:
-                holder, rest = _holder(name, chain, imported)
+                holder, rest = _holder(name, chain, running.imported)
                 used.setdefault(holder, set()).update([".".join(rest)] if rest else ())
-        for taken in names.imports:
+        # What traces imports as it goes.
+        for taken in names.imports if not name.startswith(_MACHINERY) else ():
             source = absolute_name(taken, space)
             if taken.names and _counts(source):
                 used.setdefault(source, set()).update(taken.names)
@@ -78,8 +77,8 @@ def library_names(running: Running) -> dict[str, tuple[str, ...]]:
 
 def _counts(name: str) -> bool:
     """Return whether it matters what stands in a module."""
-    is_of_torch = name.startswith(_MACHINERY) or name.partition(".")[0] in _ARITHMETIC
-    return not is_of_torch and origin_of_module(sys.modules.get(name)) in _VERSIONED
+    is_eager = not any(f"{name}.".startswith(f"{of}.") for of in _TRACES_ALONE)
+    return is_eager and origin_of_module(sys.modules.get(name)) in _VERSIONED
 
 
 def _holder(
@@ -129,57 +128,38 @@ def _values(
         if place not in left_out:
             yield place, repr(asked(owner, key))
     for key in names:
-        yield key, _identity(_followed(vars(sys.modules[name]), key))
+        value = _followed(vars(sys.modules[name]), key)
+        if not (name.startswith(_MACHINERY) and _is_state(value)):
+            yield key, _identity(value)
 
 
-def set_first(
-    used: Mapping[str, Iterable[str]], reads: Reads, first: FirstSeen
-) -> dict[str, tuple[str, str]]:
-    """Return what the capture itself set ``module:name`` to, as a library makes something when it is needed.
+def set_first(used: Mapping[str, Iterable[str]], reads: Reads, first: FirstSeen) -> dict[str, str]:
+    """Return what the capture itself put where ``None`` was, ``module:name``, as libraries make what they need.
 
     Returns:
-        The digests of what was there before and of what is there now.
+        The digests of what is there now.
     """
     found = {}
     for name, names in used.items():
         if name in sys.modules:
             for chain in names:
                 owner, key, value = followed(vars(sys.modules[name]), chain.split("."))
-                seen, before = first.made_of(owner, key)
-                if seen and type(before) is not type(value):
-                    was = digest_of(repr(_identity(before)))
-                    found[f"{name}:{chain}"] = was, _made_digest(name, chain, reads)
+                if value is not None and first.was_none(owner, key):
+                    found[f"{name}:{chain}"] = _made_digest(name, chain, reads)
     return found
 
 
-def is_set_or_not_yet(place: str, known: tuple[str, str], reads: Reads) -> bool:
-    """Return whether what stands at ``module:name`` is what it was before or behind the capture."""
+def is_set_or_not_yet(place: str, made: str, reads: Reads) -> bool:
+    """Return whether ``None`` stands at ``module:name``, or what the capture put there."""
     name, _, chain = place.partition(":")
     if name not in sys.modules:
         return True
-    before, made = known
-    now = digest_of(repr(_identity(_followed(vars(sys.modules[name]), chain))))
-    return now == before or _made_digest(name, chain, reads) == made
+    now = _followed(vars(sys.modules[name]), chain)
+    return now is None or _made_digest(name, chain, reads) == made
 
 
 def _made_digest(name: str, chain: str, reads: Reads) -> str:
     return digest_of(repr([*_values(name, [chain], reads, ())]))
-
-
-def function_tables(used: Mapping[str, Iterable[str]]) -> dict[str, dict[str, str]]:
-    """Return what is in the tables of functions that library code finds under its names."""
-    found = {
-        f"{name}:{chain}": _followed(vars(sys.modules[name]), chain)
-        for name, chains in used.items()
-        if name in sys.modules
-        for chain in chains
-    }
-    tables = {
-        name: table_entries(value, lambda held: digest_of(repr(_identity(held))))
-        for name, value in found.items()
-        if isinstance(value, Mapping)
-    }
-    return {name: entries for name, entries in tables.items() if entries}
 
 
 def plain_in(
@@ -221,9 +201,20 @@ def _identity(value: object) -> object:
         return _all_of(value) if is_own else (value.__module__, value.__qualname__)
     if isinstance(value, partial) or origin_of_name(type(value).__module__) is Origin.USER:
         return _all_of(value)
+    if isinstance(value, Mapping):
+        table, keys = table_of(value)
+        entries = [(words_of(key), _identity(table[key])) for key in keys]
+        return type(value).__name__, sorted(entries, key=itemgetter(0))
     return (
         value if isinstance(value, _PLAIN) and not isinstance(value, bool) else type(value).__name__
     )
+
+
+def _is_state(value: object) -> bool:
+    """Return whether something is neither code nor the program's."""
+    if isinstance(value, types.FunctionType | types.BuiltinFunctionType | type | partial):
+        return False
+    return origin_of_name(type(value).__module__) is not Origin.USER
 
 
 def _all_of(value: object) -> str:

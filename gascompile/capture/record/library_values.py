@@ -34,8 +34,6 @@ _TABLES = (dict, types.SimpleNamespace, *_LISTS)
 
 _LAYERS = "torch/nn/modules/"
 _VERSIONED = {Origin.INSTALLED, Origin.TORCH}
-_AS_WRITTEN = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
-"""What is under a name from the first: library code makes none when it is needed."""
 
 Place = tuple[Any, Any, str]
 """What to ask, for what, and what to call the answer."""
@@ -131,8 +129,10 @@ class FirstSeen:
         self._values: dict[tuple[int, object], tuple[Any, Any]] = {}
         """By what was asked, which is kept, and for what."""
         self._owners: set[int] = set()
-        self._made: dict[tuple[int, str], tuple[Any, Any]] = {}
-        """What is neither a function nor a class, and what is not there yet, by the same."""
+        self._none: dict[tuple[int, str], Any] = {}
+        """Where ``None`` was: what was asked, which is kept, by the same."""
+        self._there: set[tuple[int, str]] = set()
+        """What was looked at before."""
 
     def note(self, code: types.CodeType, space: dict[str, Any]) -> None:
         """Take note of what ``code`` finds, which is about to run."""
@@ -143,8 +143,9 @@ class FirstSeen:
         names = names_of(code)
         found = [followed(space, chain) for chain in names.chains]
         for owner, key, value in found:
-            if key in owner and not isinstance(value, _AS_WRITTEN):
-                self._made.setdefault((id(owner), key), (owner, value))
+            if value is None and key in owner and (id(owner), key) not in self._there:
+                self._none[id(owner), key] = owner
+            self._there.add((id(owner), key))
         if origin is not Origin.INSTALLED and _LAYERS not in path:
             return
         for taken in names.imports:
@@ -165,10 +166,9 @@ class FirstSeen:
         now = asked(owner, key)
         return now is before or same(before, now)
 
-    def made_of(self, owner: Any, key: str) -> tuple[bool, Any]:
-        """Return whether it is known what was in a place before the capture, and what."""
-        place = (id(owner), key)
-        return (True, self._made[place][1]) if place in self._made else (False, None)
+    def was_none(self, owner: Any, key: str) -> bool:
+        """Return whether ``None`` is known to have been in a place before the capture."""
+        return (id(owner), key) in self._none
 
 
 def _any(_: str) -> bool:

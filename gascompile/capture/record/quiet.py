@@ -15,10 +15,11 @@ from torch.overrides import TorchFunctionMode
 from gascompile.capture.fingerprint.code_origin import Origin, origin_of_file
 from gascompile.capture.record.call_digest import CallDigest
 from gascompile.core.deferral import safe_point
+from gascompile.core.own_ops import OWN_OPS
 
-_OWN_SPACES = {"aten", "prim", "prims", "prologue", "inductor", "quantized", "_c10d_functional"}
-_OURS = "gascompile"
-"""What the names of all our own spaces begin with: their ops run no code of the program either."""
+_TORCHS = {"aten", "prim", "prims", "prologue", "inductor", "quantized", "_c10d_functional"}
+_QUIET = _TORCHS | OWN_OPS.keys()
+"""Spaces of names whose ops run no code of the program: torch's and ours."""
 
 
 class Quiet(TorchFunctionMode):
@@ -89,7 +90,7 @@ def _calls_back(
     """Return whether code of the program may run inside an operator."""
     if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         space = str(func).partition(".")[0].partition("::")[0]
-        return space not in _OWN_SPACES and not space.startswith(_OURS)
+        return space not in _QUIET
     if isinstance(func, torch._ops.HigherOrderOperator):
         return True
     if any(origin_of_type(kind) is not Origin.TORCH for kind in types):

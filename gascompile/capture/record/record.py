@@ -25,7 +25,6 @@ from gascompile.capture.record.asked_inputs import AskedInputs
 from gascompile.capture.record.call_digest import CallDigest
 from gascompile.capture.record.dependencies import Dependencies, dependencies
 from gascompile.capture.record.given import changed_entries, entries_of
-from gascompile.capture.record.imports import imports
 from gascompile.capture.record.kept_memory import memory_kept
 from gascompile.capture.record.read_names import is_of_library, reads_of, with_python
 from gascompile.capture.record.recorder import Ask, Running
@@ -138,7 +137,6 @@ class Recorder:
                 finally:
                     if not self._follows:
                         self._compare()
-            imports.after(self._running.imported)
         finally:
             if self._rounds is not None:
                 self.restore()

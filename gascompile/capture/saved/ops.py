@@ -19,6 +19,7 @@ import torch
 from gascompile.capture.saved import grammar
 from gascompile.capture.saved.aten_ops import ATEN
 from gascompile.core.errors import FormatError
+from gascompile.core.own_ops import OWN_OPS
 from gascompile.formats import ops as format_ops
 
 Target = Callable[..., Any]
@@ -46,15 +47,6 @@ OPS_OF_LIBRARIES: Final = frozenset(
     }
 )
 """Those of transformers that its models are captured with; reading them imports the part that registers them."""
-_OWN_OPS: Final = {
-    "gascompile_dropout": "gascompile.training.capture.exact_dropout",
-    "gascompile_norms": "gascompile.training.capture.cumulative_norms",
-    "gascompile_ranks": "gascompile.training.optimizers.rank_ops",
-    "gascompile_rows": "gascompile.training.planning.row_draws",
-    "gascompile_stages": "gascompile.distributed.stage_ops",
-    "gascompile_updates": "gascompile.training.optimizers.update_ops",
-}
-"""Our own ops of training steps -> the module that registers them, which a process may not have imported yet."""
 _MAX_EXPONENT: Final = 64  # a larger one makes numbers that take seconds and memory
 
 
@@ -136,8 +128,8 @@ def registered(name: str) -> torch._ops.OpOverload | None:
     if len(parts) != 3 or not all(part.isidentifier() and part.isascii() for part in parts):
         return None
     namespace, packet, overload = parts
-    if namespace in _OWN_OPS:
-        import_module(_OWN_OPS[namespace])
+    if namespace in OWN_OPS:
+        import_module(OWN_OPS[namespace])
     try:
         op = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
     except AttributeError:
