@@ -17,6 +17,8 @@ from torch.nn import functional
 import gascompile
 
 _SOURCE = """
+from collections.abc import MutableMapping
+
 from torch import nn
 
 MADE = None
@@ -47,6 +49,56 @@ def shifted(x):
 
 def other(x):
     return x - 1.0
+
+
+def twice(x):
+    return x * 2
+
+
+class Ways(MutableMapping):
+    _known = {"twice": twice}
+
+    def __getitem__(self, name):
+        return self._known[name]
+
+    def __setitem__(self, name, way):
+        self._known[name] = way
+
+    def __delitem__(self, name):
+        del self._known[name]
+
+    def __iter__(self):
+        return iter(self._known)
+
+    def __len__(self):
+        return len(self._known)
+
+
+WAYS = Ways()
+
+
+def by(ways):
+    def decorated(call):
+        def chosen(x):
+            return ways["twice"](call(x))
+
+        return chosen
+
+    return decorated
+
+
+@by(WAYS)
+def plain(x):
+    return x + 1.0
+
+
+class Chooses(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return plain(self.inner(x))
 
 
 class Layer(nn.Module):
@@ -118,6 +170,19 @@ def test_a_setting_that_a_library_replaces_counts(
     _fresh(library)
     library.FAST = False
     assert not _is_from_the_cache(make, tmp_path, caplog)
+
+
+def test_a_table_of_functions_that_a_decorator_holds(
+    library: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make, x = partial(_made, library.Chooses), torch.ones(2, 4)
+    assert not _is_from_the_cache(make, tmp_path, caplog)
+    library.WAYS["twice"] = library.other
+    assert not _is_from_the_cache(make, tmp_path, caplog)
+    with gascompile.compile(make(), "64MiB", machine="cpu-nvme", cache_dir=tmp_path) as compiled:
+        for way in (library.other, library.twice, library.other):
+            library.WAYS["twice"] = way
+            torch.testing.assert_close(compiled(x), make()(x))
 
 
 def test_a_function_of_torch_with_the_code_of_another(

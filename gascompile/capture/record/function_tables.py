@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+import types
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from gascompile.capture.fingerprint.code_names import Names, names_of
+from gascompile.capture.fingerprint.code_origin import Origin, origin_of_name
 from gascompile.capture.record.stand_ins import stored_items
 
 _MANY_FUNCTIONS = 256
@@ -44,6 +47,35 @@ def _is_stored(owner: Any, key: object, tables: list[dict[Any, Any]]) -> bool:
     except LookupError:
         return False
     return any(table.get(key) is held for table in tables)
+
+
+def names_and_tables(
+    code: Iterable[tuple[types.CodeType, dict[str, Any]]],
+) -> Iterator[tuple[Names, dict[str, Any]]]:
+    """Yield what each code can reach by name, and the tables of its module, with its globals.
+
+    A decorator may have been given such a table, in which then no code of the module's looks by name.
+    """
+    seen: set[int] = set()
+    for body, space in code:
+        yield names_of(body), space
+        if id(space) not in seen:
+            seen.add(id(space))
+            chains = frozenset((name,) for name in tables_in(space))
+            yield Names(chains, frozenset(), frozenset(), by_name=False), space
+
+
+def tables_in(space: Mapping[str, Any]) -> list[str]:
+    """Return the names of a library's own tables of functions in a module; plain dicts are mostly registers."""
+    if origin_of_name(str(space.get("__name__"))) is not Origin.INSTALLED:
+        return []
+    found = [*space.items()]
+    # By the type alone: some objects import whatever they are asked for.
+    return [
+        name
+        for name, held in found
+        if issubclass(type(held), Mapping) and type(held) is not dict and table_of(held)[1]
+    ]
 
 
 def words_of(key: object) -> str:

@@ -26,7 +26,7 @@ from gascompile.capture.fingerprint.code_origin import (
 )
 from gascompile.capture.fingerprint.replaced import is_library_code
 from gascompile.capture.fingerprint.value_digest import ValueDigest
-from gascompile.capture.record.function_tables import table_of, words_of
+from gascompile.capture.record.function_tables import table_of, tables_in, words_of
 from gascompile.capture.record.library_values import (
     FirstSeen,
     asked,
@@ -54,6 +54,7 @@ _VERSIONED = {Origin.INSTALLED, Origin.TORCH}
 def library_names(running: Running) -> dict[str, tuple[str, ...]]:
     """Return the globals that library code used which ran, by module."""
     used: dict[str, set[str]] = {}
+    ran: set[str] = set()
     for body, space in running.code.values():
         name = space.get("__name__")
         module = sys.modules.get(name) if isinstance(name, str) else None
@@ -61,7 +62,9 @@ def library_names(running: Running) -> dict[str, tuple[str, ...]]:
             continue
         if not _counts(name):
             continue
-        used.setdefault(name, set())
+        if name not in ran:
+            ran.add(name)
+            used.setdefault(name, set()).update(tables_in(space))
         names = names_of(body)
         for chain in names.chains:
             if chain[0] in space:

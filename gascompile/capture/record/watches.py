@@ -32,7 +32,7 @@ from gascompile.capture.fingerprint.code_origin import (
 )
 from gascompile.capture.record.containers import GETTERS, INERT, is_held, names_asked
 from gascompile.capture.record.contents import ARRAYS
-from gascompile.capture.record.function_tables import table_of
+from gascompile.capture.record.function_tables import names_and_tables, table_of
 from gascompile.capture.record.library_values import Steady, is_plain_value, plain_places
 from gascompile.capture.record.likeness import GONE, is_scalar
 from gascompile.capture.record.op_names import backward_places, look_up_op, look_up_overloads
@@ -88,8 +88,8 @@ def watch(
         told = (model, functions, code, replace(reads, names=walk.asked.union(reads.names or ())))
         return watch(*told, versions=versions, libraries=libraries, steady=steady)
     # After the rest, which looks into what it finds.
-    for body, space in libraries:
-        walk.of_library(names_of(body), space)
+    for names, space in names_and_tables(libraries):
+        walk.of_library(names, space)
     if reads.ran is not None:
         walk.methods({type(module) for module in model.modules()})
     return walk.watches
