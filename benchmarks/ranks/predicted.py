@@ -104,12 +104,15 @@ def _row(combination: Combination, ranks: list[Result]) -> Result:
 def _table(found: Found, setting: Setting) -> None:
     """Plan the same batches for more ranks and for more memory; nothing is run."""
     budgets, table = _TABLE[setting.toy], {}
+    # Plans of before are found again in their cache, and rest on what was measured then.
+    folder = setting.folder / "table"
+    folder.mkdir()
     for ranks in (1, 2):
         tasks = [
             {**_task(_at(ranks, budget), toy=setting.toy), "prepare_only": True}
             for budget in budgets
         ]
-        ended = jobs.run(setting.folder, {"tasks": tasks}, [ONE_CORE] * ranks)
+        ended = jobs.run(folder, {"tasks": tasks}, [ONE_CORE] * ranks)
         for budget, *results in zip(budgets, *ended.required(), strict=True):
             if all("predicted_s" in result for result in results):
                 table[ranks, budget] = max(result["predicted_s"] for result in results)
