@@ -107,9 +107,8 @@ def wrapped_by(value: Any) -> Any:
 
     Some objects answer with a new one of their kind, whatever is asked of them: only what is there counts.
     """
-    if (
-        type(value) is types.FunctionType
-    ):  # most are, and one keeps it where it can be looked up at once
+    # Most are functions, which keep it where it can be looked up at once.
+    if type(value) is types.FunctionType:
         return vars(value).get("__wrapped__")
     if not callable(value) or inspect.getattr_static(value, "__wrapped__", None) is None:
         return None

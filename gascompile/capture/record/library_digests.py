@@ -1,7 +1,7 @@
 """Library digests: what the code of torch and of installed libraries finds under the names that it uses.
 
-A program may have put something else there. What a capture itself sets for the first time, as what a library makes when
-it is needed, is there or not yet in another process; both are as the library comes.
+A program may have put something else there. What a capture itself puts where ``None`` was, as libraries make what they
+need, is there or not yet in another process; both are as the library comes.
 """
 
 from __future__ import annotations
