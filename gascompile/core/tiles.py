@@ -29,7 +29,7 @@ class Tile(NamedTuple):
 
 def parse_tile(name: str) -> Tile | None:
     """Return which tile ``name`` means; ``None`` for the name of something whole."""
-    match = _PATTERN.fullmatch(name)
+    match = _PATTERN.fullmatch(name) if name.endswith("]") else None
     return Tile(match[1], int(match[2]), int(match[3])) if match else None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -58,7 +59,7 @@ def trait_of(node: fx.Node, reads: tuple[int, ...], num_ops: int = 0) -> Trait:
     """Return the trait of a step that calls the op of ``node`` on the values in ``reads``."""
     target = node.target
     is_view = bool(getattr(target, "is_view", False)) or target is operator.getitem
-    indexes = isinstance(target, torch._ops.OpOverload) and _short_name(target) in _INDEXING
+    indexes = isinstance(target, torch._ops.OpOverload) and _indexes(target)
     return Trait(reads, host_reason(node), not is_view, node.name, num_ops, indexes)
 
 
@@ -71,19 +72,23 @@ def host_reason(node: fx.Node) -> str:
         module = str(getattr(target, "__module__", "")).partition(".")[0]
         is_plain = callable(target) and not isinstance(target, torch._ops.OperatorBase)
         return "" if is_plain and module in _MODULES else FOREIGN
+    reason = _reason_of(target)
+    return "" if reason == RANDOM and is_without_chance(node) else reason
+
+
+@cache
+def _reason_of(target: torch._ops.OpOverload) -> str:
+    """Return why an op has to run on the host; ``RANDOM`` where it may draw random numbers."""
     if target.namespace not in _NAMESPACES:
         return FOREIGN
-    name = _short_name(target)
-    tags = target.tags
+    name, tags = _short_name(target), target.tags
     if torch.Tag.data_dependent_output in tags or name == "is_nonzero":
         return VALUES
     if torch.Tag.dynamic_output_shape in tags and name not in _INDEXING:
         return VALUES
     if name.lstrip("_").startswith(_WAITING):
         return WAITS
-    if torch.Tag.nondeterministic_seeded in tags and not is_without_chance(node):
-        return RANDOM
-    return ""
+    return RANDOM if torch.Tag.nondeterministic_seeded in tags else ""
 
 
 def value_reason(trait: Trait, values: Sequence[Value], result: Value, device: torch.device) -> str:
@@ -123,6 +128,11 @@ def tensors_in(values: Sequence[Value]) -> list[torch.Tensor]:
 def _indices(values: Sequence[Value]) -> list[torch.Tensor]:
     """Return the tensors of the argument that lists the indices."""
     return tensors_in([value for value in values if isinstance(value, list | tuple)])
+
+
+@cache
+def _indexes(target: torch._ops.OpOverload) -> bool:
+    return _short_name(target) in _INDEXING
 
 
 def _short_name(target: torch._ops.OpOverload) -> str:

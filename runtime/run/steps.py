@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import fx
@@ -98,6 +98,7 @@ class _Builder(SiteSteps):
         self._late = (
             late_updates(graph_module.graph, plan, session.fixed_bytes) if is_alone else frozenset()
         )
+        self._may_return_its_input = cache(may_return_its_input)
         self._awaited: set[str] = set()
         output = graph_module.graph.output_node()
         self._inputs = _written_inputs(output) if session.device.is_host else {}
@@ -212,7 +213,7 @@ class _Builder(SiteSteps):
             self._next_op += 1
         meter = self._meter(planned) if num_ops else None
         function, gather = self._prepare(node, op)
-        if meter is not None and meter.births and may_return_its_input(node.target):
+        if meter is not None and meter.births and self._may_return_its_input(node.target):
             function = owning(function)
         function = self._mover.watched(function, node.name)
         is_here = self._site == self._own

@@ -74,7 +74,7 @@ def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
     """Yield a code object and those that stand in its constants, at any depth."""
     yield code
     for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
+        if type(constant) is types.CodeType:
             yield from codes_in(constant)
 
 

@@ -9,6 +9,7 @@ import sys
 import types
 from collections.abc import Iterator, Mapping
 from operator import itemgetter
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ class _LibrariesOwn:
     def __init__(self) -> None:
         self.versions: dict[str, int] = {}
         """Of their globals: one changes with whatever is set or taken away, and no two dictionaries have the same."""
+        self.files: set[str] = set()
+        """That the code of libraries lies in."""
         self.num_rewritten = 0
         """How many functions had been given other code, where they lie, by then."""
         self._has_looked = False
@@ -56,7 +59,7 @@ _PASSING_ON = {
 """All that a function does which calls another one and returns what that returns."""
 
 
-def replaced_functions() -> list[tuple[str, types.FunctionType]]:
+def replaced_functions() -> list[tuple[str, FunctionType]]:
     """Return the place and the function of every global of a library that the program has set."""
     _libraries_own.forget_rewritten()
     functions = list(_foreign("torch.Tensor", vars(torch.Tensor)))
@@ -69,12 +72,25 @@ def replaced_functions() -> list[tuple[str, types.FunctionType]]:
         if isinstance(module, types.ModuleType) and dict_version(vars(module)) != known(name)
     ]
     for name, module in sorted(changed, key=itemgetter(0)):
-        if _lies_in_program(module) or not _holds_others(name, module):
+        if not _holds_others(name, module) or _lies_in_program(module):
             continue
         if name != "__main__" and origin_of_module(module) not in _OF_PROGRAM:
             functions += _foreign(name, vars(module))
     _libraries_own.has_looked()
     return functions
+
+
+def _holds_others(name: str, module: types.ModuleType) -> bool:
+    """Return whether a module holds a function whose file does not say that it is a library's."""
+    space = vars(module)
+    version = dict_version(space)
+    paths = {v.__code__.co_filename for v in space.values() if type(v) is FunctionType}
+    if not paths <= _libraries_own.files:
+        if not all(origin_of_file(path).versioned for path in paths):
+            return True
+        _libraries_own.files |= paths
+    _libraries_own.versions[name] = version
+    return False
 
 
 def _lies_in_program(module: types.ModuleType) -> bool:
@@ -83,24 +99,13 @@ def _lies_in_program(module: types.ModuleType) -> bool:
     return isinstance(path, str) and os.path.isabs(path) and origin_of_file(path) in _OF_PROGRAM
 
 
-def _holds_others(name: str, module: types.ModuleType) -> bool:
-    """Return whether a module of a library holds a function whose file does not say that it is a library's."""
-    space = vars(module)
-    version = dict_version(space)
-    paths = {v.__code__.co_filename for v in space.values() if type(v) is types.FunctionType}
-    if not all(origin_of_file(path).versioned for path in paths):
-        return True
-    _libraries_own.versions[name] = version
-    return False
-
-
-def _foreign(place: str, space: Mapping[str, Any]) -> Iterator[tuple[str, types.FunctionType]]:
+def _foreign(place: str, space: Mapping[str, Any]) -> Iterator[tuple[str, FunctionType]]:
     for name, value in sorted(space.items()):
-        if type(value) is types.FunctionType and not is_library_code(value):
+        if type(value) is FunctionType and not is_library_code(value):
             yield f"{place}.{name}", value
 
 
-def is_library_code(function: types.FunctionType) -> bool:
+def is_library_code(function: FunctionType) -> bool:
     """Return whether a version stands for what a function does, and for what it holds where that was made for it.
 
     A decorator may make, of text, a function that has the signature of another one and calls that. Which libraries
@@ -114,14 +119,14 @@ def is_library_code(function: types.FunctionType) -> bool:
     )
 
 
-def _is_made_of_library_code(function: types.FunctionType) -> bool:
+def _is_made_of_library_code(function: FunctionType) -> bool:
     if not origin_of_code(function).versioned and _passed_on_to(function) is None:
         return False
     held = [cell.cell_contents for cell in function.__closure__ or ()]
-    return all(_is_made_of_library_code(f) for f in held if isinstance(f, types.FunctionType))
+    return all(_is_made_of_library_code(f) for f in held if isinstance(f, FunctionType))
 
 
-def _passed_on_to(function: types.FunctionType) -> types.FunctionType | None:
+def _passed_on_to(function: FunctionType) -> FunctionType | None:
     """Return the function that gets all arguments as they are; ``None`` where anything else is done."""
     code = function.__code__
     steps = list(dis.get_instructions(code))
@@ -138,5 +143,5 @@ def _passed_on_to(function: types.FunctionType) -> types.FunctionType | None:
     ):
         assert function.__closure__ is not None
         inner = function.__closure__[0].cell_contents
-        return inner if isinstance(inner, types.FunctionType) else None
+        return inner if isinstance(inner, FunctionType) else None
     return None
