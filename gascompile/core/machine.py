@@ -261,6 +261,18 @@ class Machine:
         kept = tuple(place if own.name == place.name else own for own in self.places)
         return replace(self, places=kept if known else (*kept, place))
 
+    def with_bandwidths(self, factor: float) -> Machine:
+        """Return the machine with links and pipes of so much of their bandwidth."""
+        links = tuple(
+            replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * factor)
+            for link in self.links
+        )
+        pipes = tuple(
+            replace(pipe, bandwidth_bytes_per_s=pipe.bandwidth_bytes_per_s * factor)
+            for pipe in self.pipes
+        )
+        return replace(self, links=links, pipes=pipes)
+
     def links_into(self, tier: str) -> tuple[Link, ...]:
         """Return the links that end at ``tier``, fastest first."""
         links = [link for link in self.links if link.target_tier == tier]

@@ -154,19 +154,10 @@ class IntervalProblem:
 
     def tightened(self, margin: float, factor: float) -> IntervalProblem:
         """Return the task with a share of memory less, and links and pipes of so much of their bandwidth."""
-        machine = self.machine
-        links = tuple(
-            replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * factor)
-            for link in machine.links
-        )
-        pipes = tuple(
-            replace(pipe, bandwidth_bytes_per_s=pipe.bandwidth_bytes_per_s * factor)
-            for pipe in machine.pipes
-        )
         return replace(
             self,
             limit_bytes=int(self.limit_bytes * (1 - margin)),
-            machine=replace(machine, links=links, pipes=pipes),
+            machine=self.machine.with_bandwidths(factor),
         )
 
 

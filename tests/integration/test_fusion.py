@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 
 import gascompile
 from gascompile.codegen import store as kernel_store
+from gascompile.core.machine import Machine
+from gascompile.cost_models.simulate.replay import replay_plan
 from tests import zoo
 from tests.integration.fused_models import ALWAYS, Corners, Gated, assert_close
 from tests.integration.test_models import flat_run_bytes
@@ -103,6 +106,37 @@ def test_off_and_too_few_runs_are_bit_identical_to_eager(
         assert "raise fuse_runs" in compiled.fused.reason
         assert torch.equal(compiled(**rows), wanted)
     assert not kernel_store.folder_of(cache).exists()
+
+
+@pytest.mark.parametrize(("share", "gains"), [(1.02, True), (3.0, False)])
+def test_what_decides_by_little_may_not_decide_on_the_day(
+    gated: Gated, tmp_path: Path, share: float, *, gains: bool
+) -> None:
+    rows = {"x": torch.randn(2048, 128)}
+    told: dict[str, Any] = {"example_inputs": rows, "cache_dir": tmp_path}
+    full = gascompile.plan(gated, machine="cpu-nvme", **told)
+    ops_s, budget = sum(op.time_s for op in full.ops), full.peak_bytes["cpu"] - 200_000
+    rate = 1e5 / ops_s
+    for _ in range(3):  # what moves depends on how fast it does
+        slow = _with_rate(full.machine, rate)
+        plan = gascompile.plan(gated, budget, machine=slow, **told)
+        moved_bytes = replay_plan(plan).link_bytes["nvme->cpu"]
+        rate = moved_bytes / (ops_s * share)
+    slow = _with_rate(full.machine, rate)
+    with gascompile.compile(gated, budget, machine=slow, fuse_runs=0, **told) as compiled:
+        timeline = replay_plan(compiled.plan)
+        assert timeline.link_busy_s["nvme->cpu"] == pytest.approx(share * ops_s)
+        assert timeline.seconds > ops_s
+        assert compiled.fused is not None
+        assert ("would save 0 us" not in compiled.fused.reason) == gains
+
+
+def _with_rate(machine: Machine, rate: float) -> Machine:
+    links = tuple(
+        replace(link, bandwidth_bytes_per_s=rate, latency_s=0.0, shared=())
+        for link in machine.links
+    )
+    return replace(machine, links=links, pipes=())
 
 
 def test_kernels_that_are_there_are_used_by_other_plans(
