@@ -43,6 +43,7 @@ from gascompile.capture.tracing import tracing
 from gascompile.core.collection import no_collection
 from gascompile.core.deferral import deferring
 from gascompile.core.errors import CaptureError, UnsupportedOpError
+from gascompile.core.model_libraries import warn_of_doubts
 from gascompile.passes.graph.mutated_tensors import written_inputs
 
 _TRANSFORMS = "torch._functorch.predispatch"
@@ -74,6 +75,7 @@ def capture(
         UnsupportedOpError: an input, or what the model does to it, has no place in a plan.
     """
     leaves = pytree.tree_leaves((args, dict(kwargs)))
+    warn_of_doubts(model)
     past = history if history is not None else History()
     call = model, args, kwargs, dynamic_shapes, device, past
     with no_collection():

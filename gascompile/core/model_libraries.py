@@ -7,6 +7,7 @@ for the first time. No room below ``api`` knows any of them.
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from gascompile.core.workload import Workload
     from gascompile.weights.checkpoint import Checkpoint
 
+_log = logging.getLogger("gascompile")
 _MODULES: list[str] = []
 _COSTING: dict[str, str] = {}
 
@@ -70,6 +72,10 @@ class ModelLibrary(Protocol):
 
     def describable(self) -> AbstractContextManager[None]:
         """Let models compute, while a training step is traced, by ops whose results torch can describe."""
+        ...
+
+    def doubts(self, model: nn.Module) -> Iterator[str]:
+        """Yield, in words, what a trace of the model may do otherwise than its calls do."""
         ...
 
     def methods(self, cls: type) -> dict[str, Callable[..., Any]]:
@@ -146,6 +152,13 @@ def describable() -> Iterator[None]:
         for library in model_libraries():
             stack.enter_context(library.describable())
         yield
+
+
+def warn_of_doubts(model: nn.Module) -> None:
+    """Log what a trace of the model may do otherwise than its calls do, as libraries say."""
+    for library in model_libraries():
+        for doubt in library.doubts(model):
+            _log.warning("%s", doubt)
 
 
 def methods(cls: type) -> dict[str, Callable[..., Any]]:

@@ -12,12 +12,14 @@ from gascompile.integrations.huggingface import (
 )
 from gascompile.integrations.huggingface import is_model_directory as is_directory
 from gascompile.integrations.lost_buffers import rebuild_buffers
+from gascompile.integrations.own_attention import doubts
 from gascompile.integrations.traced_experts import describable
 from gascompile.integrations.weight_names import with_model_names
 
 __all__ = [
     "build_skeleton",
     "describable",
+    "doubts",
     "fetch",
     "ignorable_weights",
     "is_directory",

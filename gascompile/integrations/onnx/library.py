@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,6 +71,11 @@ def set_at_first_call(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
 def describable() -> AbstractContextManager[None]:
     """Modules of graphs compute as they always do."""
     return nullcontext()
+
+
+def doubts(model: nn.Module) -> Iterator[str]:
+    """Modules of graphs do in a trace what they do in a call."""
+    yield from ()
 
 
 def methods(cls: type) -> dict[str, Callable[..., Any]]:

@@ -34,7 +34,7 @@ from gascompile.capture.record.record import CaptureRecord, Recorded, Recorder
 from gascompile.capture.record.trial import Trial
 from gascompile.core.collection import no_collection
 from gascompile.core.errors import CaptureError, UnsupportedOpError
-from gascompile.core.model_libraries import describable
+from gascompile.core.model_libraries import describable, warn_of_doubts
 from gascompile.core.quick_traces import quick_traces
 from gascompile.core.true_strides import true_strides
 from gascompile.passes.graph.bound_aliases import bound_aliases
@@ -133,6 +133,7 @@ def capture_joint(
         CaptureError: the loss is no scalar, depends on no parameter, or cannot be traced.
         UnsupportedOpError: the model has tensors that are not on the CPU.
     """
+    warn_of_doubts(model)
     storages = storages or Storages(model)
     leaves, spec = pytree.tree_flatten(batch)
     inputs = [leaf if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
