@@ -39,8 +39,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("gascompile")
 _FASTER_LINKS = 1.1
-"""Of what was measured. [Empirical] 128 tokens of a 1.1B Llama in 1.5 GiB, whose reads were measured to take 1.16 s and
-whose ops 1.09 s, took 1.25 s, of which they waited 0.02 s; fused 1.21 s."""
+"""Of what was measured: where transfers take hardly longer than the ops, either may decide on the day.
+
+[Empirical] 128 tokens of a 1.1B Llama in 1.5 GiB, whose reads were measured to take 1.16 s and whose ops 1.09 s, took
+1.25 s, of which they waited 0.02 s; fused 1.21 s."""
 
 
 def fuse(
@@ -76,7 +78,8 @@ def fuse(
     libraries = _kept_libraries({s.key for s in segments}, backend.built_for(), cache_dir)
     known = _kernels(libraries)
     missing = {s.key: s for s in segments if s.key not in known}
-    gain_s = _gain_s(segments, graph_module, plan, call_s)
+    machine = plan.machine.with_bandwidths(_FASTER_LINKS)
+    gain_s = _gain_s(segments, graph_module, plan, call_s, machine)
     cost_s = backend.compile_base_s + backend.compile_each_s * len(missing)
     made: KernelFiles | None = None
     start_s = time.perf_counter()
@@ -102,7 +105,7 @@ def fuse(
         return _unfused(bundle, reason, lacks_compiler=lacks_compiler)
     fusion = Fusion(
         segments=kept,
-        gain_s=_gain_s(kept, graph_module, plan, call_s),
+        gain_s=_gain_s(kept, graph_module, plan, call_s, plan.machine),
         compile_s=compile_s,
         lacks_compiler=lacks_compiler,
     )
@@ -208,13 +211,13 @@ def _size_bytes(node: fx.Node) -> int:
 
 
 def _gain_s(
-    segments: Sequence[Segment], graph_module: fx.GraphModule, plan: Plan, call_s: float
+    segments: Sequence[Segment],
+    graph_module: fx.GraphModule,
+    plan: Plan,
+    call_s: float,
+    machine: Machine,
 ) -> float:
-    """Return by how much an iteration is shorter with ``segments`` fused, transfers and waits included.
-
-    Where transfers take hardly longer than the ops, either may decide on the day, so they count as a tenth faster.
-    """
-    machine = plan.machine.with_bandwidths(_FASTER_LINKS)
+    """Return by how much an iteration on ``machine`` is shorter with ``segments`` fused, waits included."""
     nodes = {node.name: node for node in graph_module.graph.nodes}
     times_s: dict[str, float] = {}
     for segment in segments:
