@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,19 @@ def by_hand(
     if attention_mask is not None:
         weights = weights.masked_fill(~attention_mask, float("-inf"))
     return (weights.softmax(-1) @ value).transpose(1, 2).contiguous(), weights
+
+
+class ByHand:
+    def attend(self, *args: Any, **rest: Any) -> tuple[Any, Any]:
+        return by_hand(*args, **rest)
+
+    __call__ = attend
+
+
+def own_mask(*args: Any, **rest: Any) -> Any:
+    from transformers.masking_utils import sdpa_mask
+
+    return sdpa_mask(*args, **rest)
 
 
 @pytest.fixture
@@ -47,6 +61,12 @@ def registered() -> Any:
     before = [dict(table._global_mapping) for table in tables]
     ALL_ATTENTION_FUNCTIONS.register("masked_by_hand", by_hand)
     ALL_MASK_ATTENTION_FUNCTIONS.register("masked_by_hand", sdpa_mask)
+    ALL_ATTENTION_FUNCTIONS.register("partly", partial(by_hand, by="hand"))
+    ALL_MASK_ATTENTION_FUNCTIONS.register("partly", sdpa_mask)
+    ALL_ATTENTION_FUNCTIONS.register("of_object", ByHand())
+    ALL_MASK_ATTENTION_FUNCTIONS.register("of_object", partial(sdpa_mask))
+    ALL_ATTENTION_FUNCTIONS.register("of_method", ByHand().attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("of_method", own_mask)
     ALL_ATTENTION_FUNCTIONS.register("by_hand", by_hand)
     yield
     for table, known in zip(tables, before, strict=True):
@@ -54,7 +74,9 @@ def registered() -> Any:
         table._global_mapping.update(known)
 
 
-@pytest.mark.parametrize("model", ["masked_by_hand"], indirect=True)
+@pytest.mark.parametrize(
+    "model", ["masked_by_hand", "partly", "of_object", "of_method"], indirect=True
+)
 def test_a_mask_that_only_a_trace_gives_is_told_of(
     model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -62,7 +84,8 @@ def test_a_mask_that_only_a_trace_gives_is_told_of(
     with gascompile.compile(model, "64MiB", (ids,), cache_dir=tmp_path) as compiled:
         assert not torch.allclose(compiled(ids).logits, model(ids).logits)  # transformers' own
     told = [r.getMessage() for r in caplog.records if r.name == LOGGER]
-    assert sum("'masked_by_hand'" in line and "by_hand" in line for line in told) == 1
+    name = model.config._attn_implementation
+    assert sum(f"the attention '{name}'" in line for line in told) == 1
 
 
 @pytest.mark.parametrize("model", ["masked_by_hand"], indirect=True)
@@ -73,7 +96,8 @@ def test_training_tells_of_it_once(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
-        return model(batch, labels=batch).loss  # type: ignore[no-any-return]
+        found: torch.Tensor = model(batch, labels=batch).loss
+        return found
 
     gascompile.compile_step(model, loss, optimizer, "64MiB", ids, cache_dir=tmp_path).close()
     told = [r.getMessage() for r in caplog.records if r.name == LOGGER]

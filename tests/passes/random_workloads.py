@@ -118,18 +118,8 @@ def draw_machine(chance: random.Random, total_bytes: int) -> Machine:
 
 def faster(machine: Machine, factor: float, size_factor: int = 1) -> Machine:
     """Return the machine with every link and pipe ``factor`` times as fast."""
-    return replace(
-        machine,
-        places=tuple(replace(p, size_bytes=p.size_bytes * size_factor) for p in machine.places),
-        links=tuple(
-            replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * factor)
-            for link in machine.links
-        ),
-        pipes=tuple(
-            replace(pipe, bandwidth_bytes_per_s=pipe.bandwidth_bytes_per_s * factor)
-            for pipe in machine.pipes
-        ),
-    )
+    places = tuple(replace(p, size_bytes=p.size_bytes * size_factor) for p in machine.places)
+    return replace(machine.with_bandwidths(factor), places=places)
 
 
 def footprint_bytes(workload: Workload) -> tuple[int, int]:
