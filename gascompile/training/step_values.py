@@ -18,6 +18,7 @@ from gascompile.core.errors import (
     ClosedStepError,
     StorageError,
 )
+from gascompile.core.machinery import Machinery
 from gascompile.core.waiting import in_turn
 from gascompile.distributed.rows import RowSampler
 from gascompile.training.optimizers.unplanned import changed_by
@@ -31,7 +32,7 @@ from gascompile.training.state.train_state import States
 from gascompile.training.unit_table import UnitTable
 
 
-class StepValues:
+class StepValues(Machinery):
     """Parameters, moments and buffers of one model and optimizer, which a step has while it is open."""
 
     def __init__(

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+_OF_SETS = frozenset({"_use_default_values", "_signature_columns", "signature_columns"})
+"""Lists made of sets: the defaults of diffusers' configurations, what transformers' Trainer keeps of a data set."""
+
 
 def in_one_order(key: object, value: object) -> object:
-    """Return an entry or an attribute; diffusers configurations list their defaults in the order of a set."""
-    if isinstance(key, str) and key == "_use_default_values" and isinstance(value, list):
+    """Return an entry or an attribute, in an order that is the same in each process."""
+    if isinstance(key, str) and key in _OF_SETS and isinstance(value, list):
         return sorted(value, key=repr)
     return value
 

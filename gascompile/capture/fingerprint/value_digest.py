@@ -34,6 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from gascompile.capture.fingerprint.code_digest import CodeDigest
 from gascompile.capture.fingerprint.library_order import hooks_of_others, in_one_order
 from gascompile.core.content import content_of
+from gascompile.core.machinery import Machinery
 
 _ATOMS = (bool, int, float, complex, str, bytes, bytearray)
 _EXACT = {type(None), type(Ellipsis), type(NotImplemented), *_ATOMS}
@@ -167,10 +168,7 @@ class ValueDigest(CodeDigest):
         self._rest(value, (set, frozenset, *_WEAK))
 
     def _weak(self, value: Any) -> None:
-        if isinstance(value, weakref.WeakSet):
-            self._unordered(value)
-        else:
-            self._unordered(list(value.items()))
+        self._unordered(value if isinstance(value, weakref.WeakSet) else list(value.items()))
 
     def _rest(self, value: Any, plain: tuple[type, ...]) -> None:
         """Feed what a class of the program adds to a kind that is known."""
@@ -192,9 +190,8 @@ class ValueDigest(CodeDigest):
         self.add(type(value).__name__, str(value))
 
     def _by_owner(self, value: Any) -> None:
-        self.add(
-            "of", value.__objclass__.__module__, value.__objclass__.__qualname__, value.__name__
-        )
+        owner = value.__objclass__
+        self.add("of", owner.__module__, owner.__qualname__, value.__name__)
 
     def _raw(self, value: Any) -> None:
         if isinstance(value, numpy.ndarray) and value.dtype.hasobject:
@@ -388,6 +385,7 @@ _KINDS: tuple[tuple[Any, Callable[[Any, Any], None]], ...] = (
     (re.Pattern, ValueDigest._pattern),
     (logging.Logger, ValueDigest._logger),
     ((*_LOCKS, logging.Handler, FakeTensorMode), ValueDigest._inert),
+    (Machinery, lambda of, value: of.unknown(f"a {type(value).__qualname__}")),
     (pathlib.PurePath, ValueDigest._path_of),
     (BaseException, ValueDigest._exception),
     (threading.local, ValueDigest._fields),

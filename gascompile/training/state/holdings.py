@@ -14,6 +14,7 @@ from typing import TypeVar
 from torch import nn
 
 from gascompile.core.errors import GASCompileError, StorageError
+from gascompile.core.machinery import Machinery
 from gascompile.core.own_work import OwnWork
 from gascompile.core.waiting import is_own_thread, life, require_life
 from gascompile.training.attempt import Attempt, begin
@@ -29,7 +30,7 @@ _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
-class Holdings:
+class Holdings(Machinery):
     """Outlives its step, which must not be reachable from here, until all is given back."""
 
     def __init__(self, model: nn.Module, maker: UnitMaker, units: UnitTable) -> None:

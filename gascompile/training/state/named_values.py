@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from gascompile.core.errors import RankError
+from gascompile.core.machinery import Machinery
 from gascompile.runtime.memory.persistent import Persistent
 from gascompile.training.optimizers.optimizers import Rules
 from gascompile.training.optimizers.slots import PART, StateTile
@@ -22,7 +23,7 @@ Total = Callable[[torch.Tensor, str], torch.Tensor]
 """Returns the sum of a tensor over the ranks, for what it is said to be; all ranks call it."""
 
 
-class NamedValues:
+class NamedValues(Machinery):
     """What of a run is asked for and set by name."""
 
     persistent: Persistent

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 
+from gascompile.core.machinery import Machinery
+
 State = dict[str, Any]
 _is_own: ContextVar[bool] = ContextVar("_is_own", default=False)
 """The step itself asks, for what the optimizer has beside its moments."""
 
 
-class OpenOptimizer:
+class OpenOptimizer(Machinery):
     """Hooks of an optimizer whose moments a step has, until ``close``."""
 
     def __init__(
