@@ -196,6 +196,31 @@ def test_losses_follow_the_trainer_that_computes_them(tmp_path: Path) -> None:
     assert_same_weights(planned.model, eager.model)
 
 
+class Asking(Trainer):
+    """Loss by what may be among the arguments."""
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **options: Any) -> Any:
+        found = super().compute_loss(model, inputs, *args, **options)
+        weight = getattr(self.args, "own_weight", 2.0)
+        return (found[0] * weight, found[1]) if isinstance(found, tuple) else found * weight
+
+
+class PlannedAsking(GasTrainer, Asking):
+    """The same, planned."""
+
+
+def test_losses_may_ask_for_attributes_that_are_not_there(tmp_path: Path) -> None:
+    """It was captured again for every batch, as all of the trainer was compared."""
+    runs = []
+    for kind, own in ((Asking, {}), (PlannedAsking, {"budget": BUDGET})):
+        options = {"optim": "sgd", "learning_rate": 0.05}
+        runs.append(made(kind, tmp_path / kind.__name__, options, **own))
+        runs[-1].train()
+    for found, expected in zip(logged(runs[1]), logged(runs[0]), strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+    assert_same_weights(runs[1].model, runs[0].model)
+
+
 class Changing(TrainerCallback):
     """Changes what is part of a planned step."""
 

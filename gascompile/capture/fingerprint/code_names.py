@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from gascompile.capture.fingerprint.literal_names import ASKING, literal_names
+
 _GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_GLOBALS"}
 _ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"}
 _BY_NAME = {
-    "getattr", "hasattr", "vars", "dir", "eval", "exec", "globals", "locals", "__dict__", "__getattribute__",
-    "attrgetter", "methodcaller",
+    "vars", "dir", "eval", "exec", "globals", "locals", "__dict__", "__getattribute__", "attrgetter", "methodcaller",
 }  # fmt: skip
 _BETWEEN = {"EXTENDED_ARG", "CACHE", "PUSH_NULL", "NOP"}
 
@@ -53,6 +54,7 @@ def names_of(code: types.CodeType) -> Names:
     chains: set[Chain] = set()
     imports: set[Import] = set()
     attributes: set[str] = set()
+    by_name = False
     for inner in codes_in(code):
         reader = _Reader()
         for instruction in dis.get_instructions(inner):
@@ -61,13 +63,13 @@ def names_of(code: types.CodeType) -> Names:
         chains |= reader.chains
         imports |= reader.imports
         attributes |= reader.attributes
-    first = {chain[0] for chain in chains}
-    return Names(
-        frozenset(chains),
-        frozenset(imports),
-        frozenset(attributes),
-        bool((first | attributes) & _BY_NAME),
-    )
+        asked = literal_names(inner)
+        # As an attribute, it is handed on, or called in a way that is not followed.
+        by_name = by_name or asked is None or not ASKING.isdisjoint(reader.attributes)
+        attributes.update(asked or ())
+    by_name = by_name or any(chain[0] in _BY_NAME for chain in chains)
+    by_name = by_name or not _BY_NAME.isdisjoint(attributes)
+    return Names(frozenset(chains), frozenset(imports), frozenset(attributes), by_name)
 
 
 def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:

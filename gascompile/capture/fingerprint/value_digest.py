@@ -253,7 +253,7 @@ class ValueDigest(CodeDigest):
         self.add("partial")
         for part in (value.func, value.args, value.keywords):
             self.value(part, "partial")
-        self._rest(value, (functools.partial,))
+        self._rest(value, () if vars(value) else (functools.partial,))
 
     def _graph(self, value: fx.Graph) -> None:
         self.add("graph")

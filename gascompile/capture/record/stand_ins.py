@@ -33,6 +33,32 @@ class Current:
             self.of.set(value)
 
 
+class Unfilled:
+    """What a slot that is empty will hold, as an attribute."""
+
+    def __init__(self, owner: Any, key: str) -> None:
+        self._owner, self._key = owner, key
+
+    @property
+    def value(self) -> Any:
+        """Return it, or ``GONE``."""
+        return getattr(self._owner, self._key, GONE)
+
+    @value.setter
+    def value(self, value: object) -> None:
+        if value is not GONE:
+            setattr(self._owner, self._key, value)
+        elif self.value is not GONE:
+            delattr(self._owner, self._key)
+
+
+def slot_of(owner: Any, key: str, name: str) -> tuple[Any, str, str]:
+    """Return whose attribute is watched for a slot, which one, and its name."""
+    if hasattr(owner, key):
+        return owner, key, name
+    return Unfilled(owner, key), "value", f"{name}['value']"
+
+
 class HeldEntries:
     """What is in a list or a set, or the keys of a dictionary, in words, as an attribute."""
 
@@ -106,11 +132,13 @@ _CODE = (types.FunctionType, staticmethod, classmethod, property)
 
 
 def held_by(value: object) -> tuple[Any, ...] | None:
-    """Return what a method, a reference that does not count or an enumeration stands for; ``None`` for others."""
+    """Return what a method, a property, a reference that does not count or an enumeration stands for, or ``None``."""
     if isinstance(value, types.MethodType):
         return value.__func__, value.__self__
     if isinstance(value, (staticmethod, classmethod)):
         return (value.__func__,)
+    if isinstance(value, property):
+        return value.fget, value.fset
     if isinstance(value, weakref.ref):
         return (value(),)
     if isinstance(value, enum.EnumMeta):

@@ -37,7 +37,7 @@ from gascompile.capture.record.library_values import Steady, is_plain_value, pla
 from gascompile.capture.record.likeness import GONE, is_scalar
 from gascompile.capture.record.op_names import backward_places, look_up_op, look_up_overloads
 from gascompile.capture.record.opaque import is_source
-from gascompile.capture.record.stand_ins import ASKED, Current, held_by, stored_items
+from gascompile.capture.record.stand_ins import ASKED, Current, held_by, slot_of, stored_items
 from gascompile.capture.record.watched import HOOKS, Reads, Watches, attribute_of
 from gascompile.core.tensor_attributes import attributes_of
 
@@ -48,7 +48,6 @@ _MIRRORS = {"_flat_weights", "_flat_weight_refs"}  # recurrent layers make them 
 _MANY_ENTRIES = 4096  # a larger table is compared by what was read of it alone
 # Hooks that each call of any module runs.
 _OF_ALL_MODULES = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
-_BOUND = (types.BuiltinMethodType, types.MethodWrapperType)
 _OWN_MODULE = {("globals",), ("sys", "modules")}  # code mostly asks them for its own module
 _CHANGED_BY_METHODS = (list, dict, set, deque, bytearray)
 
@@ -119,12 +118,8 @@ class _Walk:
         self.fields(module, name)
         for kind in sorted(_TENSORS):
             for key, tensor in vars(module)[kind].items():
-                if tensor is None:
-                    continue
-                self.watches.space(vars(tensor), f"{name}.{key}")
-                for of in sorted(attributes_of(tensor)):
-                    if self._reads.has(of):
-                        self.item(vars(tensor), of, f"{name}.{key}.{of}")
+                if tensor is not None:
+                    self._set_on(tensor, attributes_of(tensor), f"{name}.{key}")
 
     def finish(self) -> None:
         """Go on until nothing more is reached."""
@@ -147,6 +142,12 @@ class _Walk:
             if key not in _TENSORS and (self._reads.has(key) or is_held(owner, key)):
                 self.item(space, key, f"{name}.{key}")
         self._classes(owner, type(owner), name)
+
+    def _set_on(self, owner: Any, names: Iterable[str], name: str) -> None:
+        """Watch what a program sets on a value that is looked at otherwise."""
+        self.watches.space(vars(owner), name)
+        for key in filter(self._reads.has, sorted(names)):
+            self.item(vars(owner), key, f"{name}.{key}")
 
     def _only_space(self, owner: type | types.ModuleType, name: str) -> None:
         """Watch which attributes a class or a module has."""
@@ -178,8 +179,7 @@ class _Walk:
         elif not self._reads.has(key) or (key.startswith("__") and key.endswith("__")):
             return
         elif isinstance(value, types.MemberDescriptorType):
-            if hasattr(owner, key):
-                self.value(self.watches.attribute(owner, key, name), name)
+            self.value(self.watches.attribute(*slot_of(owner, key, name)), name)
         elif hasattr(type(value), "__get__"):
             self.item(vars(base), key, f"{base.__qualname__}.{key}")
         else:
@@ -195,6 +195,8 @@ class _Walk:
     def _visit(self, value: Any, name: str) -> None:
         if isinstance(value, (torch.Tensor, *ARRAYS)):
             self.watches.content(value, name)
+            if isinstance(value, torch.Tensor):
+                self._set_on(value, attributes_of(value), name)
         elif isinstance(value, INERT) or value is linecache.cache:
             return
         elif is_source(value):
@@ -210,10 +212,9 @@ class _Walk:
         elif (parts := held_by(value)) is not None:
             for part in parts:
                 self.value(part, name)
-        elif isinstance(value, property):
-            self.value((value.fget, value.fset), name)
         elif isinstance(value, partial):
             self.value((value.func, value.args, value.keywords), name)
+            self._set_on(value, vars(value), name)
         elif isinstance(value, types.ModuleType):
             self._module(value)
         elif isinstance(value, type):
@@ -225,7 +226,7 @@ class _Walk:
         elif isinstance(value, contextvars.ContextVar):
             entry = f"{name}['value']"
             self.value(self.watches.attribute(Current(value), "value", entry), entry)
-        elif isinstance(value, _BOUND):
+        elif isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
             held = value.__self__
             if isinstance(held, _CHANGED_BY_METHODS) or is_source(held):
                 self.value(held, name)
@@ -261,6 +262,8 @@ class _Walk:
 
     def _function(self, function: types.FunctionType, name: str) -> None:
         origin = origin_of_code(function)
+        if not origin.versioned:
+            self._set_on(function, vars(function), name)
         if origin is Origin.OWN or not self._reads.calls(function.__code__):
             return
         for number, cell in enumerate(function.__closure__ or ()):
@@ -271,10 +274,6 @@ class _Walk:
             return
         for key in ("__code__", "__defaults__", "__kwdefaults__"):
             self.value(self.watches.attribute(function, key, f"{name}.{key}"), f"{name}.{key}")
-        self.watches.space(vars(function), name)
-        for key in vars(function):
-            if self._reads.has(key):
-                self.item(vars(function), key, f"{name}.{key}")
         self.watches.functions.append(function.__code__)
         self.names(names_of(function.__code__), function.__globals__)
 
