@@ -195,8 +195,6 @@ class _Walk:
     def _visit(self, value: Any, name: str) -> None:
         if isinstance(value, (torch.Tensor, *ARRAYS)):
             self.watches.content(value, name)
-            if isinstance(value, torch.Tensor):
-                self._set_on(value, attributes_of(value), name)
         elif isinstance(value, INERT) or value is linecache.cache:
             return
         elif is_source(value):
