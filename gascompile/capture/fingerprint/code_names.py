@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from gascompile.capture.fingerprint.literal_names import ASKING, literal_names
+from gascompile.capture.fingerprint.literal_names import ASKING, GLOBALS, literal_names
 
-_GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_GLOBALS"}
 _ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"}
 _BY_NAME = {
     "vars", "dir", "eval", "exec", "globals", "locals", "__dict__", "__getattribute__", "attrgetter", "methodcaller",
@@ -64,7 +63,7 @@ def names_of(code: types.CodeType) -> Names:
         imports |= reader.imports
         attributes |= reader.attributes
         asked = literal_names(inner)
-        # As an attribute, it is handed on, or called in a way that is not followed.
+        # What is an attribute of something, as of builtins, is not followed.
         by_name = by_name or asked is None or not ASKING.isdisjoint(reader.attributes)
         attributes.update(asked or ())
     by_name = by_name or any(chain[0] in _BY_NAME for chain in chains)
@@ -110,7 +109,7 @@ class _Reader:
                 self._open.append(value)
                 return
         self.end()
-        if name in _GLOBALS:
+        if name in GLOBALS:
             self._open = [value]
         elif name == "LOAD_CONST" or name.startswith("LOAD_SMALL_INT"):
             self._constants = [self._constants[-1], value]

@@ -8,10 +8,9 @@ from collections.abc import Iterable
 from itertools import islice
 
 ASKING = frozenset({"getattr", "hasattr"})
-_GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_GLOBALS"}
-_CALL = (
-    "PRECALL" if "PRECALL" in dis.opmap else "CALL"
-)  # Python 3.11 takes the arguments off in the first
+GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_GLOBALS"}
+# Python 3.11 takes the arguments off in the first of the two.
+_CALL = "PRECALL" if "PRECALL" in dis.opmap else "CALL"
 _PUSHES = {
     "LOAD_CONST", "LOAD_SMALL_INT", "LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW", "LOAD_DEREF", "LOAD_CLOSURE",
     "LOAD_GLOBAL", "LOAD_NAME", "PUSH_NULL",
@@ -28,7 +27,7 @@ def literal_names(code: types.CodeType) -> frozenset[str] | None:
     steps = [step for step in dis.get_instructions(code) if step.opname not in _SILENT]
     found = set()
     for number, step in enumerate(steps, 1):
-        if step.opname in _GLOBALS and step.argval in ASKING:
+        if step.opname in GLOBALS and step.argval in ASKING:
             name = _asked(islice(steps, number, None))
             if name is None:
                 return None
@@ -38,10 +37,8 @@ def literal_names(code: types.CodeType) -> frozenset[str] | None:
 
 def _asked(steps: Iterable[dis.Instruction]) -> str | None:
     """Return the second argument of the call whose function was put onto the stack before these steps."""
-    above, name = (
-        0,
-        None,
-    )  # how many values lie above the function, and the second of them, where it is a text
+    # How many values lie above the function, and the second of them, where it is a text.
+    above, name = 0, None
     for step in steps:
         if step.opname == "PUSH_NULL" and not above:
             continue  # it lies beneath the arguments
