@@ -37,7 +37,7 @@ def function() -> Callable[[], int]:
 
 
 KINDS: list[Callable[[], Any]] = [
-    Slots, Plain, Entries, function, partial(partial, print), partial(type, "Made", (), {}),
+    Slots, Plain, Entries, function, partial(partial, print), partial(type, "Made", (), {}), partial(torch.ones, 2),
 ]  # fmt: skip
 
 

@@ -115,6 +115,15 @@ def wrapped_by(value: Any) -> Any:
     return value.__wrapped__
 
 
+def own_bases(kind: type) -> tuple[type, ...]:
+    """Return the classes of the program that a class is made from, itself among them."""
+    return tuple(
+        base
+        for base in kind.__mro__
+        if not (origin_of_name(base.__module__).versioned or issubclass(base, enum.Enum))
+    )
+
+
 def _is_frozen(module: types.ModuleType) -> bool:
     return getattr(vars(module).get("__spec__"), "origin", None) in {"frozen", "built-in"}
 

@@ -11,7 +11,10 @@ from collections import OrderedDict
 from collections.abc import Collection
 from typing import Any
 
+import torch
+
 from gascompile.capture.record.likeness import GONE
+from gascompile.core.tensor_attributes import attributes_of
 
 _PLAIN_LOOKUPS = (dict.__getitem__, OrderedDict.__getitem__)
 
@@ -73,6 +76,22 @@ class HeldEntries:
         if text != self._text:
             self._text = text
         return self._text
+
+
+class SetOnTensor:
+    """Names of what a program has set on a tensor, as an attribute; what an open step sets there is left out."""
+
+    def __init__(self, of: torch.Tensor) -> None:
+        self._of = of
+        self._names: tuple[str, ...] = ()
+
+    @property
+    def value(self) -> tuple[str, ...]:
+        """Return them, the same object as long as nothing changes."""
+        names = tuple(sorted(attributes_of(self._of)))
+        if names != self._names:
+            self._names = names
+        return self._names
 
 
 ASKED = (Current, HeldEntries)

@@ -25,7 +25,7 @@ from gascompile.capture.record.contents import (
     raw_of,
 )
 from gascompile.capture.record.likeness import GONE, alike, same, shown
-from gascompile.capture.record.stand_ins import ReadFile, StoredItems, Variable
+from gascompile.capture.record.stand_ins import ReadFile, SetOnTensor, StoredItems, Variable
 
 Columns = tuple[list[Any], list[Any], list[Any], list[Any]]
 """Owners, keys, values and names of what is watched."""
@@ -166,6 +166,10 @@ class Watches:
         """Watch which attributes an object has."""
         self._num_attributes += len(owner)
         self._spaces.append((owner, frozenset(owner), name))
+
+    def set_on(self, tensor: torch.Tensor, name: str) -> None:
+        """Watch which attributes a program has set on a tensor, whatever an open step sets there."""
+        self.attribute(SetOnTensor(tensor), "value", f"{name}['value']")
 
     def content(self, value: Any, name: str) -> None:
         """Watch what a tensor, an array or a set holds."""

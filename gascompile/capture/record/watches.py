@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import builtins
 import contextvars
-import enum
 import linecache
 import sys
 import types
@@ -28,6 +27,7 @@ from gascompile.capture.fingerprint.code_origin import (
     origin_of_code,
     origin_of_module,
     origin_of_name,
+    own_bases,
     wrapped_by,
 )
 from gascompile.capture.record.containers import GETTERS, INERT, is_held, names_asked
@@ -149,6 +149,11 @@ class _Walk:
         for key in filter(self._reads.has, sorted(names)):
             self.item(vars(owner), key, f"{name}.{key}")
 
+    def _set_on_tensor(self, tensor: torch.Tensor, name: str) -> None:
+        self.watches.set_on(tensor, name)
+        for key in filter(self._reads.has, sorted(attributes_of(tensor))):
+            self.item(vars(tensor), key, f"{name}.{key}")
+
     def _only_space(self, owner: type | types.ModuleType, name: str) -> None:
         """Watch which attributes a class or a module has."""
         if id(owner) not in self._spaces:
@@ -163,13 +168,8 @@ class _Walk:
         self._plain_values(kind, f"{kind.__module__}.{kind.__qualname__}")
 
     def _own_bases(self, kind: type) -> tuple[type, ...]:
-        """Return the classes of the program that a class is made from, itself among them."""
         if kind not in self._bases:
-            self._bases[kind] = tuple(
-                base
-                for base in kind.__mro__
-                if not (origin_of_name(base.__module__).versioned or issubclass(base, enum.Enum))
-            )
+            self._bases[kind] = own_bases(kind)
         return self._bases[kind]
 
     def _of_class(self, owner: Any, base: type, key: str, value: Any, name: str) -> None:
@@ -195,6 +195,8 @@ class _Walk:
     def _visit(self, value: Any, name: str) -> None:
         if isinstance(value, (torch.Tensor, *ARRAYS)):
             self.watches.content(value, name)
+            if isinstance(value, torch.Tensor):
+                self._set_on_tensor(value, name)
         elif isinstance(value, INERT) or value is linecache.cache:
             return
         elif is_source(value):
