@@ -15,7 +15,6 @@ from gascompile.core.errors import DeviceError
 from gascompile.core.machine import Link, Machine
 from gascompile.core.sizes import format_rate
 from gascompile.runtime.devices.probe import NO_GDS, NO_KVIKIO, GpuFacts, look, storage_faults
-from gascompile.runtime.transfer.kvikio_path import GPU_DIRECT, import_kvikio, path_taken
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +33,8 @@ def readable_here(machine: Machine, *, facts: GpuFacts | None = None) -> Machine
     """
     if machine.io.engine != _KVIKIO or machine.compute_backend == "cpu":
         return machine
+    from gascompile.runtime.transfer.kvikio_path import GPU_DIRECT, import_kvikio, path_taken
+
     try:
         kvikio = import_kvikio()
     except DeviceError as error:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from gascompile.core.errors import BudgetExceededError
-from gascompile.core.ranks import STAGE_OPS
 from gascompile.machines.op_memory import remember
 from gascompile.machines.stale_profile import Grader
 
@@ -105,6 +104,7 @@ def _grade(executor: Executor, bundle: Bundle, cache_dir: Path) -> None:
     """Compare the run with its plan: one that beats its limit disproves the machine's numbers."""
     grader = _GRADERS.get(executor)
     if grader is None:
+        from gascompile.core.ranks import STAGE_OPS
         from gascompile.machines.resolve import profile_of
 
         plan, nodes = bundle.plan, bundle.program.graph_module.graph.nodes

@@ -37,6 +37,7 @@ from gascompile.runtime.devices.graph_rules import makes_memory, tensors_in, val
 from gascompile.runtime.protocols import Graphs
 from gascompile.runtime.run.schedule import RunSchedule, RunStep
 from gascompile.runtime.run.session import Session
+from gascompile.runtime.run.sharers import make_room
 
 _log = logging.getLogger(__name__)
 
@@ -342,26 +343,6 @@ class GraphRuns:
         if self._graphs is not None:
             self._graphs.close()
             self._graphs = None
-
-
-def make_room(session: Session, plan: Plan, *, but: GraphRuns | None = None) -> None:
-    """Before a run of ``plan``: have graphs given back beside which it might pass its budget.
-
-    Args:
-        session: whose graphs.
-        plan: whose peak is the most that the run takes.
-        but: the graphs that the run itself replays.
-    """
-    if not session.sharers:
-        return
-    others = [sharer for sharer in session.sharers if sharer is not but and sharer.held_bytes]
-    tier = plan.machine.compute_tier
-    held_bytes = sum(sharer.held_bytes for sharer in others)
-    limit_bytes = plan.budget_bytes.get(tier)
-    needed_bytes = plan.peak_bytes.get(tier, 0)
-    if held_bytes and limit_bytes is not None and needed_bytes + held_bytes > limit_bytes:
-        for sharer in others:
-            sharer.give_back()
 
 
 def _all_slots(values: list[Value]) -> tuple[Value, ...]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -20,7 +20,6 @@ from gascompile.core.plan import Plan
 from gascompile.core.program import draws
 from gascompile.core.reports import Energy, GraphReport, RunReport
 from gascompile.runtime.devices.energy_counters import energy_counters
-from gascompile.runtime.devices.graphs import GraphRuns, make_room
 from gascompile.runtime.kernels.fused import FusedSegment
 from gascompile.runtime.memory.counting import NO_LIMIT, Count, Counter
 from gascompile.runtime.run.counted_runs import CountedRuns
@@ -31,20 +30,18 @@ from gascompile.runtime.run.profiled import ProfiledRanges
 from gascompile.runtime.run.recording import Recording
 from gascompile.runtime.run.schedule import RunSchedule, without_arrivals
 from gascompile.runtime.run.session import Session
+from gascompile.runtime.run.sharers import make_room
 from gascompile.runtime.run.steps import compile_steps
 from gascompile.runtime.run.straight import WrittenOut
 from gascompile.runtime.transfer.crossings import AbortedError
 from gascompile.runtime.transfer.mover import PlanMover
 
+if TYPE_CHECKING:
+    from gascompile.runtime.devices.graphs import GraphRuns
+
 _REFUSALS = (
-    RuntimeError,
-    TypeError,
-    ValueError,
-    AssertionError,
-    ArithmeticError,
-    LookupError,
-    AttributeError,
-)
+    RuntimeError, TypeError, ValueError, AssertionError, ArithmeticError, LookupError, AttributeError,
+)  # fmt: skip
 """What ops raise of their own."""
 
 
@@ -104,7 +101,11 @@ class Executor:
         )
         is_wanted = graphs and not paranoid and not self._schedule.site
         is_wanted = is_wanted and session.device.graphs() is not None
-        self._graphs = GraphRuns(session, plan, self._schedule, on_host) if is_wanted else None
+        self._graphs: GraphRuns | None = None
+        if is_wanted:
+            from gascompile.runtime.devices.graphs import GraphRuns
+
+            self._graphs = GraphRuns(session, plan, self._schedule, on_host)
         self._counted: CountedRuns | None = None
         self._ranges = ProfiledRanges(plan)
         self._energy = energy_counters(session.device.torch_device)
