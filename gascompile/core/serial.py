@@ -7,6 +7,7 @@ Members of a union of dataclasses carry their ``TAG`` as ``"step"``.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import dataclasses
 import functools
@@ -150,9 +151,12 @@ def parse_json(raw: bytes | str, *, where: str, strict: bool = True) -> Any:
     try:
         text = raw if isinstance(raw, str) else raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise FormatError(
-            f"{where} is not a text file in UTF-8, so not JSON; save it in UTF-8"
-        ) from error
+        # Text in UTF-16 begins with a mark; the rest is mostly a file of weights or an archive.
+        is_text = isinstance(raw, bytes) and raw.startswith(
+            (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        )
+        advice = "save it in UTF-8" if is_text else "give one that this package wrote as JSON"
+        raise FormatError(f"{where} is not a text file in UTF-8, so not JSON; {advice}") from error
     try:
         hooks: dict[str, Any] = (
             {"object_pairs_hook": _object, "parse_constant": _refuse_constant} if strict else {}

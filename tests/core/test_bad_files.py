@@ -144,7 +144,8 @@ def test_what_is_no_number_in_json(tmp_path: Path, kind: str, path: str, value: 
     [
         (b"", "is not valid JSON"),
         (b"{", "is not valid JSON"),
-        (b"\xff\xfe{\x00}\x00", "is not a text file in UTF-8"),
+        (b"\xff\xfe{\x00}\x00", "is not a text file in UTF-8, so not JSON; save it in UTF-8"),
+        (b"\x93NUMPY\x01\x00v", "is not a text file in UTF-8, so not JSON; give one that this package wrote"),
         (b"\xef\xbb\xbf{}", "is not valid JSON: Unexpected UTF-8 BOM"),
         (b'{"name": 1, "name": 2}', "the key 'name' stands twice in one object"),
         (b"[" * 100_000, "nested too deeply"),
