@@ -37,8 +37,11 @@ def json_name(name: str) -> Mapping[str, str]:
 
 @functools.cache
 def _left_out(cls: type) -> frozenset[str]:
-    """Return the fields that a file does not name where they are ``None`` or an empty mapping."""
+    """Return the fields that a file does not name where they are ``None`` or empty."""
     return frozenset(f.name for f in dataclasses.fields(cls) if f.metadata.get("left_out"))
+
+
+_EMPTY: tuple[object, ...] = ({}, "")
 
 
 def to_json(value: object) -> JsonValue:
@@ -51,7 +54,7 @@ def to_json(value: object) -> JsonValue:
             data["format"] = value.FORMAT
         for name, json_name, _, _ in json_fields(type(value)):
             held = getattr(value, name)
-            if name not in _left_out(type(value)) or not (held is None or held == {}):
+            if name not in _left_out(type(value)) or not (held is None or held in _EMPTY):
                 data[json_name] = to_json(held)
         return data
     if isinstance(value, StrEnum):

@@ -66,16 +66,17 @@ class OpSpec:
     flops: int = 0
     read_bytes: int = 0
     write_bytes: int = 0
-    splits: Mapping[str, int] = field(default_factory=dict)
+    splits: Mapping[str, int] = field(default_factory=dict, metadata={"left_out": True})
     """Weights along whose rows the op may be split, with the number of rows: a linear's output features."""
     cuts: Mapping[str, int] = field(default_factory=dict, metadata={"left_out": True})
     """The weight, and the bias if any, along whose rows the op may be divided among processors, with the number of
     rows: each part makes a tensor of its own. Of a pointwise op the results that it reads, whose parts it may take as
     they are. Empty where that was not asked for."""
-    gather_tier: str = ""  # where gathered rows lie; empty for the usual tier
-    gathers: Mapping[str, int] = field(default_factory=dict)
+    gather_tier: str = field(default="", metadata={"left_out": True})
+    """Where gathered rows lie; empty for the usual tier."""
+    gathers: Mapping[str, int] = field(default_factory=dict, metadata={"left_out": True})
     """Weights of which the op needs only some rows, with the bytes that it needs: an embedding's."""
-    patches: Mapping[str, int] = field(default_factory=dict)
+    patches: Mapping[str, int] = field(default_factory=dict, metadata={"left_out": True})
     """States among ``writes`` that it changes a part of, with the bytes of the pages of that part: a cache's rows."""
 
     @property

@@ -145,6 +145,9 @@ class _Rewrite:
             for node, name in self._bound.items()
             if name not in on_heap and not self._is_resident(name)
         }
+        self._owners: dict[str, list[fx.Node]] = {}  # of what streams, by name
+        for node, name in self._streamed.items():
+            self._owners.setdefault(name, []).append(node)
         at_hand = self._place_residents(on_heap)
         self._heap = HeapValues(graph, self._ops, plan, at_hand, self._current)
 
@@ -176,7 +179,7 @@ class _Rewrite:
     ) -> fx.Node:
         """Insert a node that stands for what ``placeholder`` stood for, and read like it."""
         node = add_node(self._graph, move, args, name=placeholder.name)
-        node.meta = dict(placeholder.meta)
+        node.meta.update(placeholder.meta)
         return node
 
     def apply(self, number: int, step: Step) -> None:
@@ -227,8 +230,8 @@ class _Rewrite:
                 raise AssertionError("an op is no move")
 
     def _wait(self, step: Wait) -> fx.Node:
-        owners = [node for node, name in self._streamed.items() if name == step.tensor]
-        if not owners:
+        owners = self._owners.get(step.tensor)
+        if owners is None:
             raise PlanMismatchError(
                 f"the plan waits for '{step.tensor}', which the program does not stream; plan again"
             )

@@ -38,6 +38,8 @@ _TAGS = {
     "compute": "run", "recompute": "run", "prefetch": "load", "reload": "load", "offload": "store",
     "wait": "wait", "release": "free",
 }  # fmt: skip
+_EMPTY_LEFT_OUT = ("splits", "gather_tier", "gathers", "patches")
+"""Of ops, which files named before where they were empty, too."""
 
 
 def data_of(name: str) -> dict[str, Any]:
@@ -70,6 +72,10 @@ def two_of(one: dict[str, Any]) -> dict[str, Any]:
         if step.get("address", 0) is None:
             del step["address"]
         step["step"] = _TAGS[step["step"]]
+    for op in data["workload"]["ops"]:
+        for field in _EMPTY_LEFT_OUT:
+            if not op.get(field):
+                op.pop(field, None)
     return data
 
 
