@@ -31,6 +31,7 @@ from gascompile.capture.keyword_names import named_keywords
 from gascompile.capture.later.history import History
 from gascompile.capture.later.later_calls import Exported, Steady, steady_capture
 from gascompile.capture.later.rounds import Rounds
+from gascompile.capture.own_weights import own_weights
 from gascompile.capture.record.asked_inputs import AskedInputs
 from gascompile.capture.record.asked_settings import GRADIENTS, require_as_told
 from gascompile.capture.record.effects import EffectTrace
@@ -128,7 +129,7 @@ def _captured(
         _require_no_transforms(program.graph_module)
         _require_no_packing(recorder, model)
         return EffectTrace(
-            captured=(program, canonical, *inputs),
+            captured=(program, {**canonical, **own_weights(program.constants, model)}, *inputs),
             graph_module=program.graph_module,
             recorder=recorder,
             constants=program.constants,

@@ -10,6 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gascompile.capture.old_hooks import old_hook
+from gascompile.capture.twin_functions import TwinMemo
 from gascompile.core.errors import CaptureError
 from gascompile.core.signature import require_plain, strides_of
 
@@ -24,7 +25,7 @@ def fake_twin(model: nn.Module, *, device: str) -> tuple[nn.Module, Mapping[str,
         UnsupportedOpError: a parameter or buffer is of a kind that no plan can have.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    memo: dict[int, object] = {}
+    memo = TwinMemo(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) not in memo:
             require_plain(tensor, f"'{name}'")

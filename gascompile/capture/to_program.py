@@ -221,7 +221,7 @@ def _read_signature(
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
             assert spec.target is not None
             bound_names[spec.arg.name] = canonical.get(spec.target, spec.target)
-            if spec.kind is InputKind.CONSTANT_TENSOR:
+            if spec.kind is InputKind.CONSTANT_TENSOR and spec.target not in canonical:
                 value = exported.constants[spec.target]
                 assert isinstance(value, torch.Tensor)
                 constants[spec.target] = value.detach()
