@@ -18,7 +18,7 @@ from gascompile.core.errors import UnsupportedOpError
 
 _INSTEAD = (
     "and a planned step computes gradients and updates in one; do it in on_step_begin or on_optimizer_step, after the "
-    "update, or use max_grad_norm for gradients"
+    "update. Gradients are gone by then: max_grad_norm clips them, and their norm is logged as grad_norm"
 )
 _TENSOR: Any = torch.Tensor
 _FACTS = frozenset(

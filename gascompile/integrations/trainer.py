@@ -21,6 +21,11 @@ from gascompile.core.budget import Budget
 from gascompile.core.errors import UnsupportedOpError
 from gascompile.integrations.before_update import before_update
 from gascompile.integrations.step_options import own_options
+from gascompile.integrations.trainer_methods import (
+    require_class_loss,
+    require_methods,
+    takes_library_loss,
+)
 from gascompile.training.compile_step import compile_step
 from gascompile.training.step import TrainingStep
 
@@ -63,6 +68,7 @@ class GasTrainer(Trainer):
         self._compiled_for: tuple[float, bool] | None = None
         self._planned: _PlannedOptimizer | None = None
         _require_followed(self)
+        require_methods(self, GasTrainer)
 
     @property
     def step(self) -> TrainingStep | None:
@@ -120,8 +126,9 @@ class GasTrainer(Trainer):
         scaled = self._is_scaled(num_items_in_batch)
         count = None if scaled else self.current_gradient_accumulation_steps
         batch = _batch(self._prepare_inputs(inputs), num_items_in_batch, num_batches=count)
+        require_class_loss(self)
+        assert self._planned is not None, "train() has prepared an optimizer"
         if self._step is None:
-            assert self._planned is not None, "train() has prepared an optimizer"
             assert self.model is not None, "it is what is trained"
             arguments = self.args
             if arguments.max_grad_norm > 0:
@@ -143,7 +150,9 @@ class GasTrainer(Trainer):
                 "of the planned step; set them before train()"
             )
         updates: bool = self.accelerator.gradient_state.sync_gradients
-        return self._step(batch, updates=updates)
+        loss: torch.Tensor = self._step(batch, updates=updates)
+        self._planned.has_run = True
+        return loss
 
     def prediction_step(
         self,
@@ -181,8 +190,11 @@ class GasTrainer(Trainer):
         return partial(_trainers_loss, self)
 
     def _takes_models_loss(self) -> bool:
-        is_own = type(self).compute_loss is Trainer.compute_loss
-        return is_own and self.compute_loss_func is None and self.label_smoother is None
+        return (
+            takes_library_loss(self)
+            and self.compute_loss_func is None
+            and self.label_smoother is None
+        )
 
     def _compiled(self) -> tuple[float, bool]:
         """Return what a step is compiled for once, where ``Trainer`` looks at each batch."""
@@ -250,6 +262,8 @@ class _PlannedOptimizer(torch.optim.Optimizer):
         self.wrapped = wrapped
         self.planned: torch.optim.Optimizer = getattr(wrapped, "optimizer", wrapped)
         self._is_between = False
+        self.has_run = False
+        """Whether a planned step has run since the last update."""
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
@@ -276,7 +290,13 @@ class _PlannedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
         """The step has updated: schedulers, which were made for the wrapper, look whether it has."""
         self._require_after_update("step()")
-        self.wrapped._opt_called = True
+        if not self.has_run:
+            raise UnsupportedOpError(
+                "no planned step has run since the last update, so there is nothing to update by: training_step is "
+                "another one and does not call GasTrainer's. Override compute_loss instead, or return "
+                "super().training_step(...)"
+            )
+        self.has_run, self.wrapped._opt_called = False, True
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
         """The step keeps gradients from one update to the next, and no longer."""

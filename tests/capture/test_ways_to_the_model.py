@@ -43,7 +43,7 @@ def default(model: Any) -> Any:
 
 def in_a_list(model: Any) -> Any:
     held = [lambda x: model.layer(x) * 2]
-    return lambda x: held[0](x)
+    return lambda x: held[0](x) + 0
 
 
 def recursive(model: Any) -> Any:

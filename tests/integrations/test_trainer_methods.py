@@ -1,0 +1,131 @@
+"""Methods of a Trainer that others replace: followed as Trainer follows them, or refused."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import Trainer
+
+from gascompile.core.errors import UnsupportedOpError
+from gascompile.integrations.trainer import GasTrainer
+from tests.integrations.test_trainer import BUDGET, SHORT, assert_same_weights, logged, made
+
+
+class Alone(GasTrainer):
+    """Makes gradients by itself."""
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        loss: Any = self.compute_loss(model, self._prepare_inputs(inputs))
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class Zeroing(GasTrainer):
+    """Changes gradients before the update."""
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        return loss
+
+
+class Clipping(GasTrainer):
+    """Clips in its own way."""
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-4)
+        return loss
+
+
+class Norm(GasTrainer):
+    """Clips where Trainer does."""
+
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        nn.utils.clip_grad_value_(model.parameters(), 1e-4)
+
+
+class Flipped:
+    """Turns batches around."""
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        inputs["input_ids"] = inputs["input_ids"].flip(1)
+        step: Any = super()
+        return step.training_step(model, inputs, num_items_in_batch)
+
+
+class FlippedTrainer(Flipped, Trainer):
+    """As Trainer."""
+
+
+class FlippedFirst(Flipped, GasTrainer):
+    """As planned."""
+
+
+class FlippedLast(GasTrainer, FlippedTrainer):
+    """Its batches would be as they are."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Alone, "no planned step has run since the last update"),
+        (Zeroing, "uses 'grad'"),
+        (Clipping, "uses 'clip_grad_norm_'"),
+        (Norm, "_clip_grad_norm of Norm"),
+        (FlippedLast, r"class FlippedLast\(Flipped, GasTrainer\)"),
+    ],
+)
+def test_methods_that_a_planned_step_would_pass_by(
+    kind: type[GasTrainer], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedOpError, match=said):
+        made(kind, tmp_path, {**SHORT, "max_grad_norm": 1.0}, budget=BUDGET).train()
+
+
+def test_batches_that_a_method_changes(tmp_path: Path) -> None:
+    runs = []
+    for kind, own in ((FlippedTrainer, {}), (FlippedFirst, {"budget": BUDGET})):
+        runs.append(made(kind, tmp_path / kind.__name__, {"optim": "sgd"}, **own))
+        runs[-1].train()
+    assert logged(runs[1]) == [pytest.approx(row, rel=1e-5) for row in logged(runs[0])]
+    assert_same_weights(runs[1].model, runs[0].model)
+
+
+def tripled(
+    self: Any,
+    model: nn.Module,
+    inputs: Any,
+    return_outputs: bool = False,
+    num_items_in_batch: torch.Tensor | int | None = None,
+) -> Any:
+    """Return three times the model's loss."""
+    outputs = model(**inputs)
+    loss = 3 * outputs.loss
+    return (loss, outputs) if return_outputs else loss
+
+
+def test_a_loss_that_is_put_in_the_librarys_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trainer, "compute_loss", tripled)
+    runs = []
+    for kind, own in ((Trainer, {}), (GasTrainer, {"budget": BUDGET})):
+        runs.append(made(kind, tmp_path / kind.__name__, {"optim": "sgd"}, **own))
+        runs[-1].train()
+    assert logged(runs[1]) == [pytest.approx(row, rel=1e-5) for row in logged(runs[0])]
+    assert_same_weights(runs[1].model, runs[0].model)
+
+
+def test_a_loss_of_one_trainer_is_refused(tmp_path: Path) -> None:
+    trainer = made(GasTrainer, tmp_path, SHORT, budget=BUDGET)
+    trainer.compute_loss = types.MethodType(tripled, trainer)
+    with pytest.raises(UnsupportedOpError, match="define it in a subclass"):
+        trainer.train()
