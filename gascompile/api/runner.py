@@ -130,7 +130,7 @@ class Runner:
                 outputs = tuple(own.get(id(value), value) for value in outputs)
             model = self.planning.model if self.planning is not None else None
             outputs = require_no_gradients(call.leaves, outputs, model)
-            return unflatten(outputs, unit.out_spec)
+            return unit.returned(outputs, call)
 
         return self._turn.take(run)
 

@@ -15,10 +15,12 @@ from gascompile.api.guards import Values
 from gascompile.api.matching import Misfit, as_planned, misfit, require_inputs
 from gascompile.bundles.bundle import Bundle
 from gascompile.bundles.reuse import Basis
-from gascompile.capture.calls import key_types
+from gascompile.capture.calls import Call, key_types
+from gascompile.capture.saved.call_types import unflatten
 from gascompile.capture.saved.program_io import load_treespec, needs_import
 from gascompile.capture.torch_settings import call_settings
 from gascompile.core.input_facts import facts_of
+from gascompile.core.model_libraries import give_back
 from gascompile.core.program import Dim
 from gascompile.core.reports import GraphReport, RunReport
 from gascompile.core.signature import quick_key, same_memory, same_tensors
@@ -119,6 +121,10 @@ class Unit:
     def out_spec(self) -> pytree.TreeSpec:
         """The structure of what a call returns."""
         return load_treespec(self.bundle.program.out_spec)
+
+    def returned(self, outputs: tuple[Any, ...], call: Call) -> Any:
+        """Return what the model returns at a call, whose tensors are ``outputs``."""
+        return give_back((*call.args, *call.kwargs.values()), unflatten(outputs, self.out_spec))
 
     @cached_property
     def written(self) -> tuple[torch.Tensor, ...]:

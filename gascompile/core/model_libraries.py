@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
@@ -68,6 +68,10 @@ class ModelLibrary(Protocol):
 
     def set_at_first_call(self, model: nn.Module, kwargs: Mapping[str, Any]) -> None:
         """Set what the library itself sets on a model at the first call like this one."""
+        ...
+
+    def give_back(self, given: Sequence[Any], outputs: Any) -> Any:
+        """Return what a call returned, with objects among its arguments in it that the model itself would return."""
         ...
 
     def describable(self) -> AbstractContextManager[None]:
@@ -152,6 +156,13 @@ def describable() -> Iterator[None]:
         for library in model_libraries():
             stack.enter_context(library.describable())
         yield
+
+
+def give_back(given: Sequence[Any], outputs: Any) -> Any:
+    """Return what a call returned, with objects among its arguments in it that models of libraries return."""
+    for library in model_libraries():
+        outputs = library.give_back(given, outputs)
+    return outputs
 
 
 def warn_of_doubts(model: nn.Module) -> None:

@@ -17,7 +17,8 @@ _BETWEEN = "between the gradients and the update, which a planned step makes in 
 def takes_library_loss(trainer: Trainer) -> bool:
     """Return whether the loss is computed by the library's own method, which nobody has replaced."""
     method: Any = type(trainer).compute_loss
-    return method is Trainer.compute_loss and origin_of_code(method).versioned
+    is_inherited = method is Trainer.compute_loss
+    return is_inherited and origin_of_code(method).versioned
 
 
 def require_methods(trainer: Trainer, own: type[Trainer]) -> None:

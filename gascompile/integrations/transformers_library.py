@@ -2,6 +2,7 @@
 
 from gascompile.integrations.first_call import set_at_first_call
 from gascompile.integrations.generate import methods
+from gascompile.integrations.given_caches import give_back
 from gascompile.integrations.hub import fetch
 from gascompile.integrations.huggingface import (
     build_skeleton,
@@ -21,6 +22,7 @@ __all__ = [
     "describable",
     "doubts",
     "fetch",
+    "give_back",
     "ignorable_weights",
     "is_directory",
     "methods",
