@@ -29,7 +29,13 @@ TOKENS = torch.tensor([[[9]], [[4]], [[7]]])
 
 
 def gpt2() -> Any:
-    sizes: dict[str, Any] = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 32, "n_positions": 32}
+    sizes: dict[str, Any] = {
+        "n_layer": 2,
+        "n_embd": 16,
+        "n_head": 2,
+        "vocab_size": 32,
+        "n_positions": 32,
+    }
     return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 
 
@@ -97,7 +103,7 @@ def test_a_cache_that_does_not_come_back_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = gpt2().eval()
-    with gascompile.compile(model, "8MiB", machine=MACHINE, cache_dir=tmp_path) as compiled:
-        with caplog.at_level(logging.WARNING, "gascompile"), torch.no_grad():
-            compiled(PROMPT, past_key_values=DynamicCache(), use_cache=False)
+    compiled = gascompile.compile(model, "8MiB", machine=MACHINE, cache_dir=tmp_path)
+    with compiled, caplog.at_level(logging.WARNING, "gascompile"), torch.no_grad():
+        compiled(PROMPT, past_key_values=DynamicCache(), use_cache=False)
     assert "Pass use_cache=True" in caplog.text

@@ -7,6 +7,7 @@ becomes an op; tensors from outside the model become inputs.
 from __future__ import annotations
 
 import contextlib
+import logging
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,6 +55,8 @@ from gascompile.training.state.aliasing import Storages, View, named_tensors, pl
 
 _NO_TENSOR = "the loss uses a {}, which has no place in a plan; to draw, leave generator= out"
 _NO_OPS = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+
+_log = logging.getLogger("gascompile")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +171,12 @@ def capture_joint(
     if not record.is_reproducible:
         trace = _without_effects(record, traced, recorders, model)
         record = trace.recorder.record()
+    if trace.recorder.changes_containers:
+        _log.warning(
+            "the loss of %s changes a list or dict of its batch: planned steps leave the caller's as it is, and the "
+            "next one that is given it computes with what it was",
+            type(model).__name__,
+        )
     wrapped, norms = trace.captured.wrapped, trace.captured.norms
     return _read(trace.graph_module, wrapped, storages.views, norms, record)
 

@@ -1,10 +1,14 @@
-"""Left tensors: what a trace assigns to attributes of modules has no values, so nobody finds it there afterwards."""
+"""Left tensors: what a trace assigns to attributes has no values, so nobody finds it there afterwards.
+
+Those of the model's modules are looked at, and those of objects that compute the loss.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -19,17 +23,18 @@ _T = TypeVar("_T")
 
 
 def leaves_no_traced(
-    capture: Callable[Concatenate[nn.Module, _P], _T],
-) -> Callable[Concatenate[nn.Module, _P], _T]:
+    capture: Callable[Concatenate[nn.Module, Callable[..., Any], _P], _T],
+) -> Callable[Concatenate[nn.Module, Callable[..., Any], _P], _T]:
     """Let attributes be what they were before ``capture`` where they hold traced tensors after it."""
 
     @functools.wraps(capture)
-    def captured(model: nn.Module, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        before = [
-            (name, vars(module), dict(vars(module))) for name, module in model.named_modules()
-        ]
+    def captured(
+        model: nn.Module, loss_fn: Callable[..., Any], /, *args: _P.args, **kwargs: _P.kwargs
+    ) -> _T:
+        holders = [*model.named_modules(), *((type(of).__name__, of) for of in _of_loss(loss_fn))]
+        before = [(name, vars(of), dict(vars(of))) for name, of in holders]
         try:
-            return capture(model, *args, **kwargs)
+            return capture(model, loss_fn, *args, **kwargs)
         finally:
             left = [text for row in before for text in _restored(*row)]
             if left:
@@ -41,6 +46,18 @@ def leaves_no_traced(
                 )
 
     return captured
+
+
+def _of_loss(loss_fn: Callable[..., Any]) -> Iterator[Any]:
+    """Yield the objects that a loss is, is a method of, or is given for good."""
+    todo: list[Any] = [loss_fn]
+    for of in todo:
+        if isinstance(of, functools.partial):
+            todo += [of.func, *of.args, *of.keywords.values()]
+        elif isinstance(of, types.MethodType):
+            todo.append(of.__self__)
+        elif hasattr(of, "__dict__") and not isinstance(of, (nn.Module, type, types.ModuleType)):
+            yield of
 
 
 def _restored(name: str, space: dict[str, Any], before: dict[str, Any]) -> list[str]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from gascompile.capture.record.given import changed_entries, entries_of
 from gascompile.capture.record.record import Recorder
 from gascompile.core.errors import CaptureError, UnsupportedOpError
 from gascompile.core.signature import same_tensors
@@ -71,8 +72,10 @@ class TracedLoss(nn.Module):
         }
         with self._substitutes.active(outside, caches=self._caches):
             own = [(held, leaf, held[leaf]) for _, (held, leaf) in places(self.model)]
+            before = entries_of((batch,), {})
             with self._recorder.running():
                 returned = self._loss_fn(self.model, batch)
+            self._recorder.changes_containers = changed_entries(before)
             _require_in_place(own)
         return returned
 
