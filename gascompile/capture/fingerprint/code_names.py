@@ -6,11 +6,14 @@ handed on as a value (to ``getattr``, to another function) is told from one of w
 
 from __future__ import annotations
 
+import contextlib
 import dis
+import re
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from string import Formatter
 from typing import Any
 
 from gascompile.capture.fingerprint.literal_names import ASKING, GLOBALS, literal_names
@@ -18,7 +21,14 @@ from gascompile.capture.fingerprint.literal_names import ASKING, GLOBALS, litera
 _ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"}
 _BY_NAME = {
     "vars", "dir", "eval", "exec", "globals", "locals", "__dict__", "__getattribute__", "attrgetter", "methodcaller",
+    "getmembers", "getmembers_static", "getattr_static", "__getstate__", "__reduce__", "__reduce_ex__", "__globals__",
 }  # fmt: skip
+_IMPORTING = {"__import__", "import_module", "modules"}
+"""What gives the module of a name, which mostly stands in the code as a text."""
+_FORMATTING = {"format", "format_map"}
+_NAMESPACES = {"__dict__", "__globals__"}
+_ATTRIBUTE = re.compile(r"\.(\w+)")
+_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 _BETWEEN = {"EXTENDED_ARG", "CACHE", "PUSH_NULL", "NOP"}
 
 Chain = tuple[str, ...]
@@ -64,11 +74,25 @@ def names_of(code: types.CodeType) -> Names:
         attributes |= reader.attributes
         asked = literal_names(inner)
         # What is an attribute of something, as of builtins, is not followed.
-        by_name = by_name or asked is None or not ASKING.isdisjoint(reader.attributes)
+        by_name = by_name or asked is None or reader.matches_by_place
+        by_name = by_name or not ASKING.isdisjoint(reader.attributes)
         attributes.update(asked or ())
+        texts = [text for text in inner.co_consts if isinstance(text, str)]
+        if not _FORMATTING.isdisjoint(reader.attributes):
+            attributes.update(part for text in texts for part in _formatted(text))
+        if any(chain[-1] in _IMPORTING for chain in reader.chains):
+            imports.update(Import(text, 0, None) for text in texts if _MODULE.fullmatch(text))
     by_name = by_name or any(chain[0] in _BY_NAME for chain in chains)
     by_name = by_name or not _BY_NAME.isdisjoint(attributes)
     return Names(frozenset(chains), frozenset(imports), frozenset(attributes), by_name)
+
+
+def _formatted(text: str) -> Iterator[str]:
+    """Yield what ``text.format`` reads of what it is given: attributes, and keys, which no one minds."""
+    with contextlib.suppress(ValueError):
+        for _, field, within, _ in Formatter().parse(text):
+            yield from _ATTRIBUTE.findall(field or "")
+            yield from _formatted(within or "")
 
 
 def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -95,6 +119,7 @@ class _Reader:
         self.chains: set[Chain] = set()
         self.imports: set[Import] = set()
         self.attributes: set[str] = set()
+        self.matches_by_place = False
         self._open: list[str] = []
         self._constants: list[object] = [0, None]
 
@@ -104,6 +129,11 @@ class _Reader:
             return
         if name in _ATTRIBUTES:
             self.attributes.add(value)
+            if value in _NAMESPACES and self._open and not instruction.is_jump_target:
+                # Of a module: it counts as one that is handed on. Of a function: its module does.
+                self._open = self._open if value == "__dict__" else self._open[:-1] or ["globals"]
+                self.end()
+                return
             # After a jump the object may be another one: the global counts as a whole.
             if self._open and not instruction.is_jump_target:
                 self._open.append(value)
@@ -117,6 +147,10 @@ class _Reader:
             level, taken = self._constants
             names = tuple(map(str, taken)) if isinstance(taken, tuple) else None
             self.imports.add(Import(value, level if isinstance(level, int) else 0, names))
+        elif name == "MATCH_CLASS":
+            # By name, and by place as the class says.
+            self.attributes.update(map(str, self._constants[-1] or ()))
+            self.matches_by_place = self.matches_by_place or bool(instruction.arg)
 
     def end(self) -> None:
         if self._open:
