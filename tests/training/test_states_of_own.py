@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim import sgd as sgd_module
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -157,6 +159,25 @@ def test_hooks_of_all_optimizers_are_refused(step_of: Compiler) -> None:
                     step(BATCH)
             finally:
                 handle.remove()
+        step(BATCH)
+
+
+@pytest.mark.parametrize(("owner", "name"), [(torch.optim.SGD, "step"), (sgd_module, "sgd")])
+def test_a_part_of_the_library_that_is_replaced_is_refused(
+    owner: Any, name: str, step_of: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def other(*args: Any, **options: Any) -> Any:
+        return original(*args, **options)
+
+    with step_of(net()) as step:
+        step(BATCH)
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, other)
+            with pytest.raises(UnsupportedOpError, match=rf"{name} of torch\.optim\.sgd has been"):
+                step(BATCH)
         step(BATCH)
 
 
