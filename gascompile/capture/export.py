@@ -32,8 +32,9 @@ from gascompile.capture.later.history import History
 from gascompile.capture.later.later_calls import Exported, Steady, steady_capture
 from gascompile.capture.later.rounds import Rounds
 from gascompile.capture.own_weights import own_weights
+from gascompile.capture.plain_tensors import require_plain_constants
 from gascompile.capture.record.asked_inputs import AskedInputs
-from gascompile.capture.record.asked_settings import GRADIENTS, require_as_told
+from gascompile.capture.record.asked_settings import FASTPATH, GRADIENTS, SETTINGS, require_as_told
 from gascompile.capture.record.effects import EffectTrace
 from gascompile.capture.record.record import Recorder
 from gascompile.capture.record.trial import Trial
@@ -127,7 +128,9 @@ def _captured(
         if dynamic_shapes is not None:
             _require_ranges(recorder, program, model)
         _require_no_transforms(program.graph_module)
+        require_plain_constants(program.constants)
         _require_no_packing(recorder, model)
+        _require_no_fast_path(recorder, model)
         return EffectTrace(
             captured=(program, {**canonical, **own_weights(program.constants, model)}, *inputs),
             graph_module=program.graph_module,
@@ -192,6 +195,24 @@ def _require_no_packing(recorder: Recorder, model: nn.Module) -> None:
             f"{type(model).__name__} gives a nn.TransformerEncoder a padding mask: without gradients torch computes "
             "zeros where it pads, with them something else, by values of the mask, and a plan cannot follow. What to "
             "do: set use_nested_tensor = False on the encoder, which computes as with gradients"
+        )
+
+
+def _require_no_fast_path(recorder: Recorder, model: nn.Module) -> None:
+    """Return if no encoder layer would be computed, outside of a trace, by a kernel with results of another type.
+
+    Raises:
+        CaptureError: one would.
+    """
+    kind = nn.TransformerEncoderLayer
+    is_there = any(isinstance(module, kind) and not module.training for module in model.modules())
+    if not is_there or not torch.is_autocast_enabled("cpu"):
+        return
+    if recorder.settings.setdefault(FASTPATH, SETTINGS[FASTPATH]()):
+        raise CaptureError(
+            f"{type(model).__name__} has a nn.TransformerEncoderLayer: under autocast, where no gradients are "
+            "recorded, torch computes it by a kernel of its own, whose results have another type. What to do: "
+            "torch.backends.mha.set_fastpath_enabled(False), which computes as with gradients"
         )
 
 

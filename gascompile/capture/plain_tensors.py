@@ -5,6 +5,7 @@ Sparse, nested, quantised and opaque tensors have no bytes that could be planned
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -39,11 +40,26 @@ def require_plain_model(model: nn.Module) -> None:
 
 
 def require_plain_inputs(args: tuple[Any, ...], kwargs: Any) -> None:
-    """Return if every tensor of a call is a plain one; raises ``CaptureError``."""
+    """Return if every tensor of a call is a plain one, and no module is passed; raises ``CaptureError``."""
     for path, leaf in pytree.tree_flatten_with_path((args, dict(kwargs)))[0]:
+        if isinstance(leaf, nn.Module):
+            raise CaptureError(
+                f"the input {pytree.keystr(path)} is a {type(leaf).__name__}, whose weights a plan would not know; "
+                "make it a part of the model"
+            )
         if isinstance(leaf, torch.Tensor) and (fault := _fault(leaf)):
             raise CaptureError(
                 f"the input {pytree.keystr(path)} is {fault}, which has no place in a plan; pass a dense tensor"
+            )
+
+
+def require_plain_constants(constants: Mapping[str, object]) -> None:
+    """Return if every tensor that a trace found beside the model's own is a plain one; raises ``CaptureError``."""
+    for name, value in constants.items():
+        if isinstance(value, torch.Tensor) and (fault := _fault(value)):
+            raise CaptureError(
+                f"'{name}', which the model computes with, is {fault}, which has no place in a plan; keep a dense "
+                "tensor instead"
             )
 
 

@@ -12,9 +12,11 @@ import torch
 import transformers
 from torch import nn
 
+import gascompile
 from gascompile.api.sources import open_source
 from gascompile.capture.plain_tensors import require_plain_inputs, require_plain_model
 from gascompile.core.errors import CaptureError, CheckpointError
+from tests.training.trials import MACHINE
 
 
 class Holds(nn.Module):
@@ -33,6 +35,59 @@ def test_tensors_without_plain_bytes(value: torch.Tensor) -> None:
         require_plain_model(Holds(value))
     with pytest.raises(CaptureError, match=r"the input \[0\]\[0\] is a tensor of the layout"):
         require_plain_inputs((value,), {})
+
+
+class Computes(nn.Module):
+    """A module with a tensor in a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.sparse = nn.Linear(4, 4), torch.eye(4).to_sparse()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return torch.sparse.mm(self.sparse, self.layer(x))
+
+
+class Given(nn.Module):
+    """Calls what it is given."""
+
+    def forward(self, x: torch.Tensor, part: nn.Module) -> Any:
+        return part(x)
+
+
+def test_what_a_call_finds_or_is_given(tmp_path: Path) -> None:
+    cases: list[tuple[nn.Module, tuple[Any, ...], str]] = [
+        (Computes(), (torch.eye(4),), "'sparse', which the model computes with, is a tensor of the layout"),
+        (Given(), (torch.eye(4), nn.ReLU()), "is a ReLU, whose weights a plan would not know"),
+    ]  # fmt: skip
+    for model, args, said in cases:
+        with pytest.raises(CaptureError, match=said):
+            gascompile.compile(model.eval(), "8MiB", args, machine=MACHINE, cache_dir=tmp_path)
+
+
+def curve(x: torch.Tensor) -> torch.Tensor:
+    """Return something."""
+    return x * 0.5 * (1.0 + torch.erf(x / 1.5))
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    scripted: Any = torch.jit.script(curve)
+
+
+class Scripted(nn.Module):
+    """Calls a function that is compiled already."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = scripted(x)
+        return made
+
+
+def test_a_scripted_function(tmp_path: Path) -> None:
+    x = torch.linspace(-1, 1, 8)
+    model = Scripted()
+    with gascompile.compile(model, "8MiB", (x,), machine=MACHINE, cache_dir=tmp_path) as compiled:
+        torch.testing.assert_close(compiled(x), model(x))
 
 
 def test_plain_ones_pass() -> None:

@@ -11,7 +11,12 @@ from torch import nn
 
 import gascompile
 from gascompile.api.matching import settings_misfit
-from gascompile.core.errors import InfeasiblePlanError, PlanMismatchError, UnsupportedOpError
+from gascompile.core.errors import (
+    CaptureError,
+    InfeasiblePlanError,
+    PlanMismatchError,
+    UnsupportedOpError,
+)
 
 X = torch.randn(8, 64)
 
@@ -182,3 +187,20 @@ def test_the_default_dtype_of_a_call(cache: Path) -> None:
         finally:
             torch.set_default_dtype(torch.float32)
         check(compiled(x))
+
+
+def test_an_encoder_layer_with_a_kernel_of_its_own_is_refused(cache: Path) -> None:
+    """Its results have another type, which a trace does not show."""
+    torch.manual_seed(0)
+    net = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    x = torch.randn(2, 4, 16)
+    with gascompile.compile(net, None, cache_dir=cache) as compiled, torch.no_grad(), cast():
+        with pytest.raises(CaptureError, match=r"mha\.set_fastpath_enabled\(False\)"):
+            compiled(x)
+        try:
+            torch.backends.mha.set_fastpath_enabled(False)
+            assert torch.equal(compiled(x), net(x))
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+        with pytest.raises(CaptureError, match="kernel of its own"):
+            compiled(x)

@@ -149,7 +149,8 @@ class _Reader:
             self.imports.add(Import(value, level if isinstance(level, int) else 0, names))
         elif name == "MATCH_CLASS":
             # By name, and by place as the class says.
-            self.attributes.update(map(str, self._constants[-1] or ()))
+            named = self._constants[-1]
+            self.attributes.update(map(str, named if isinstance(named, tuple) else ()))
             self.matches_by_place = self.matches_by_place or bool(instruction.arg)
 
     def end(self) -> None:

@@ -56,7 +56,7 @@ _NOT_STATE = {
 }  # fmt: skip
 _HEAP_HEADER_BYTES = object.__basicsize__
 _REDUCE_ERRORS = (
-    TypeError, AttributeError, ValueError, RuntimeError, NotImplementedError, pickle.PicklingError,
+    TypeError, AttributeError, ValueError, RuntimeError, NotImplementedError, pickle.PickleError,
 )  # fmt: skip
 
 
