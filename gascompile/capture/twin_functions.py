@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import types
 import weakref
 from collections.abc import Iterable
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+_log = logging.getLogger("gascompile")
 _APART = (type, types.ModuleType, types.CodeType, types.FrameType, torch.Tensor)
 """What is looked into by nobody: classes and modules are everybody's, and tensors hold no functions."""
 
@@ -33,7 +35,15 @@ class TwinMemo(dict[int, Any]):
     def get(self, key: int, default: Any = None) -> Any:
         """Return the copy of what has this identity."""
         if key in self._to_copy and key not in self:
-            self._copy(key, self._to_copy[key])
+            before, of = set(self), self._to_copy[key]
+            try:
+                self._copy(key, of)
+            except Exception:  # noqa: BLE001 - whatever the classes of what it holds raise when copied, as locks do
+                # It goes on with the model itself, whose weights are told by where they lie.
+                _log.debug("%r is not copied for tracing", of, exc_info=True)
+                for made in self.keys() - before:
+                    del self[made]
+                self[key] = of
         return super().get(key, default)
 
     def _copy(self, key: int, of: Any) -> None:

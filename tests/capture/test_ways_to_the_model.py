@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -96,6 +97,11 @@ def counting(model: Any) -> Any:
     return count
 
 
+def beside_a_lock(model: Any) -> Any:
+    held = (model, threading.Lock())
+    return lambda x: held[0].layer(x) * 2
+
+
 class Uncopied:
     """Stays itself where it is copied."""
 
@@ -115,7 +121,8 @@ def by_a_global(model: Any) -> Any:
 
 
 WAYS = [
-    closure, default, in_a_list, recursive, shared, wrapped, method, weak, counting, Uncopied, by_a_global,
+    closure, default, in_a_list, recursive, shared, wrapped, method, weak, counting, beside_a_lock, Uncopied,
+    by_a_global,
 ]  # fmt: skip
 
 
