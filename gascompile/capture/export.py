@@ -31,7 +31,7 @@ from gascompile.capture.keyword_names import named_keywords
 from gascompile.capture.later.history import History
 from gascompile.capture.later.later_calls import Exported, Steady, steady_capture
 from gascompile.capture.later.rounds import Rounds
-from gascompile.capture.own_weights import own_weights
+from gascompile.capture.own_weights import OnlyComputed, own_weights
 from gascompile.capture.plain_tensors import require_plain_constants
 from gascompile.capture.record.asked_inputs import AskedInputs
 from gascompile.capture.record.asked_settings import FASTPATH, GRADIENTS, SETTINGS, require_as_told
@@ -121,7 +121,8 @@ def _captured(
         names = inputs[1] if dynamic_shapes is not None else ()
         sizes = recorder.noting_sizes() if dynamic_shapes is not None else nullcontext()
         named = named_keywords(twin, names)
-        with _in_words(model), recorder.around(), tracing(), told(spaces), named, sizes:
+        own = OnlyComputed(model)
+        with _in_words(model), recorder.around(), tracing(), told(spaces), named, sizes, own:
             program = torch.export.export(
                 twin, inputs[0], dict(inputs[1]), dynamic_shapes=dynamic_shapes, strict=False
             )

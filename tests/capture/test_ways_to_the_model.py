@@ -152,6 +152,35 @@ def _of(twin: nn.Module, model: nn.Module, way: object) -> torch.Tensor:
     return expected
 
 
+def value_of(model: Any) -> Any:
+    return lambda x: x * model().count.item()
+
+
+def written(model: Any) -> Any:
+    def count(x: torch.Tensor) -> Any:
+        model().count += 1
+        return x * model().count
+
+    return count
+
+
+@pytest.mark.parametrize("reads", [value_of, written])
+@pytest.mark.parametrize("is_global", [False, True])
+def test_what_no_graph_shows_is_refused(
+    reads: Callable[[Any], Any], is_global: bool, tmp_path: Path
+) -> None:
+    """Where the model is reached past its twin; it is as it was."""
+
+    def way(model: Any) -> Any:
+        held, _model["is"] = (model, threading.Lock()), model
+        return reads((lambda: _model["is"]) if is_global else (lambda: held[0]))
+
+    model = Layered(way).eval()
+    with pytest.raises(gascompile.CaptureError, match=r"'count' .* which it reaches past self"):
+        gascompile.compile(model, "8MiB", (X,), machine=MACHINE, cache_dir=tmp_path)
+    assert not model.get_buffer("count")
+
+
 @pytest.mark.parametrize("of_part", [False, True])
 def test_a_forward_that_is_wrapped(of_part: bool, tmp_path: Path) -> None:
     for seed in range(2):
