@@ -128,10 +128,7 @@ def _captured(
             )
         if dynamic_shapes is not None:
             _require_ranges(recorder, program, model)
-        _require_no_transforms(program.graph_module)
-        require_plain_constants(program.constants)
-        _require_no_packing(recorder, model)
-        _require_no_fast_path(recorder, model)
+        _require_shown(program, recorder, model)
         return EffectTrace(
             captured=(program, {**canonical, **own_weights(program.constants, model)}, *inputs),
             graph_module=program.graph_module,
@@ -183,6 +180,16 @@ def _require_ranges(
             "for all sizes of the ranges. What to do: leave out dynamic_shapes, which makes a plan for each size, or "
             "give sizes that are always equal the same torch.export.Dim"
         )
+
+
+def _require_shown(
+    program: torch.export.ExportedProgram, recorder: Recorder, model: nn.Module
+) -> None:
+    """Return if the graph shows what calls compute; raises as the checks do."""
+    _require_no_transforms(program.graph_module)
+    require_plain_constants(program.constants)
+    _require_no_packing(recorder, model)
+    _require_no_fast_path(recorder, model)
 
 
 def _require_no_packing(recorder: Recorder, model: nn.Module) -> None:
