@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from gascompile.capture.alone import alone
+from gascompile.capture.exact_types import require_no_exact_types
 from gascompile.capture.fake_twin import fake_twin
 from gascompile.capture.fingerprint.code_origin import Origin, origin_of_file
 from gascompile.capture.gradients import (
@@ -188,6 +189,7 @@ def _require_shown(
     """Return if the graph shows what calls compute; raises as the checks do."""
     _require_no_transforms(program.graph_module)
     require_plain_constants(program.constants)
+    require_no_exact_types(recorder.ran)
     _require_no_packing(recorder, model)
     _require_no_fast_path(recorder, model)
 

@@ -262,6 +262,11 @@ class Recorder:
         )
 
     @property
+    def ran(self) -> list[Code]:
+        """The code of all functions that ran, the program's own and torch's, each with its globals."""
+        return list(self._running.code.values())
+
+    @property
     def packed(self) -> str | None:
         """What of the program set hooks on saved tensors, if something did."""
         return next(iter(self._running.packed), None)

@@ -6,6 +6,8 @@ traced, each of them is replaced by what is traced for it; tensors of others bec
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +19,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from gascompile.capture.fingerprint.code_origin import Origin, origin_of_file
+from gascompile.capture.record.recorder import caller_of
 from gascompile.core.errors import CaptureError, UnsupportedOpError
 from gascompile.core.tensor_attributes import share_attributes
 from gascompile.training.capture.cached_casts import CachedCasts
@@ -29,6 +33,12 @@ _TAKING = frozenset(
     for name in ("to", "cpu", "contiguous", "float", "double", "half", "bfloat16")
 )
 """What gives the tensor itself where there is nothing to do."""
+_OF_LEAVES: dict[object, object] = {
+    getattr(torch.Tensor, "is_leaf").__get__: True,  # noqa: B009
+    getattr(torch.Tensor, "grad_fn").__get__: None,  # noqa: B009
+}
+"""What parameters say of themselves in a call, and what stands for them in a trace does not."""
+_GRAD = getattr(torch.Tensor, "grad").__get__  # noqa: B009
 
 
 class TraceSubstitutes:
@@ -81,9 +91,13 @@ class TraceSubstitutes:
                 held, leaf = place_of[name]
                 if first in self._tensors:
                     share_attributes(self._tensors[first], held[leaf])
+                    if isinstance(self._tensors[first], nn.Parameter):
+                        # By this isinstance() tells parameters.
+                        vars(held[leaf])["_is_param"] = True
             casts = CachedCasts(traced.values(), enabled=caches)
             with casts.active(), _Substitution(self, traced, outside, casts):
                 yield
+            _require_no_hooks(traced)
         finally:
             for held, leaf, before in changed:
                 held[leaf] = before
@@ -143,13 +157,24 @@ class _Substitution(TorchFunctionMode):
         self._of, self._traced, self._known = of, traced, dict(outside)
         self._casts = casts
         self._constants = ConstantValues()
+        self._parameters = {
+            id(tensor): name for name, tensor in traced.items() if isinstance(tensor, nn.Parameter)
+        }
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in _TAKING and self._is_real(args[0]) and _gives_back(func, args, kwargs or {}):
             # The very tensor, as in eager: models keep what they get of it, as rotary tables, and trace it again.
             return args[0]
+        if args and id(args[0]) in self._parameters:
+            if func in _OF_LEAVES:
+                return _OF_LEAVES[func]
+            if func == _GRAD and args[0].requires_grad and _asks(sys._getframe(1)):
+                raise UnsupportedOpError(
+                    f"the loss reads the gradient of '{self._parameters[id(args[0])]}': while it is computed, planned "
+                    "steps have none. What to do: torch.autograd.grad where the loss is made of gradients"
+                )
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._substitute, (args, kwargs or {}))
         args, kwargs = self._casts.of(func, (args, kwargs))
         return self._constants.call(func, args, kwargs)
@@ -163,9 +188,27 @@ class _Substitution(TorchFunctionMode):
     def _is_real(tensor: torch.Tensor) -> bool:
         return not (
             isinstance(tensor, (FakeTensor, FunctionalTensor))
+            or torch._is_functional_tensor(tensor)  # what one of torch's wrappers asks within
             or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
             or tensor.is_meta
         )
+
+
+def _require_no_hooks(traced: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a loss that leaves hooks on gradients of parameters: eager's add up from call to call."""
+    for name, tensor in traced.items():
+        if tensor._backward_hooks:
+            raise UnsupportedOpError(
+                f"the loss leaves a gradient hook on '{name}': in eager another one is added at every call. Scale or "
+                "clip what the loss computes, or hook a value that it computes"
+            )
+
+
+def _asks(frame: types.FrameType | None) -> bool:
+    """Return whether the program calls, perhaps by other modes of ours."""
+    while frame is not None and origin_of_file(frame.f_code.co_filename) is Origin.OWN:
+        frame = frame.f_back
+    return caller_of(frame) is not None
 
 
 def _gives_back(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from gascompile.capture.exact_types import require_no_exact_types
 from gascompile.capture.record.given import changed_entries, entries_of
 from gascompile.capture.record.record import Recorder
 from gascompile.core.errors import CaptureError, UnsupportedOpError
@@ -82,6 +83,7 @@ class TracedLoss(nn.Module):
     def forward(self, *leaves: Any) -> torch.Tensor:
         """Return the loss, as a tensor of its own."""
         loss: Any = self.computed(leaves)
+        require_no_exact_types(self._recorder.ran)
         if self._recorder.packed is not None and self._trains:
             raise UnsupportedOpError(
                 f"{self._recorder.packed} sets hooks on saved tensors, which a planned step does not call; leave them "
