@@ -34,7 +34,8 @@ FILE_BYTES = 512 * MIB
 BUFFER_BYTES = 64 * MIB
 UNIT_BYTES = 16 * MIB
 _REWRITE_BYTES = MIB
-_PREFIX = ".gascompile-probe-"
+PROBE_PREFIX = ".gascompile-probe-"
+"""Of the names of files that measurements write, which a process that is killed leaves behind."""
 _STALE_S = 3600.0  # a probe file that old was left by a process that ended
 _WRITE_LIMIT_S = 0.9  # after which the file is as large as it gets
 _PROBE_S = 0.06  # that a read by one setting should take
@@ -196,7 +197,7 @@ def probe_file(
     num_words = UNIT_BYTES // words.itemsize
     words[:num_words] = np.random.default_rng().integers(1 << 63, size=num_words, dtype=np.uint64)
     try:
-        descriptor, name = tempfile.mkstemp(dir=folder, prefix=_PREFIX)
+        descriptor, name = tempfile.mkstemp(dir=folder, prefix=PROBE_PREFIX)
     except OSError as error:
         raise _cannot_write(folder, size_bytes, error) from error
     os.close(descriptor)
@@ -220,7 +221,7 @@ def _affordable_bytes(folder: str | os.PathLike[str], most_bytes: int) -> int:
 
 
 def _remove_stale(folder: Path) -> None:
-    for path in folder.glob(f"{_PREFIX}*"):
+    for path in folder.glob(f"{PROBE_PREFIX}*"):
         if time.time() - path.stat().st_mtime > _STALE_S:
             path.unlink(missing_ok=True)
 

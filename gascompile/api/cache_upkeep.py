@@ -18,6 +18,7 @@ from gascompile.bundles import plan_cache
 from gascompile.bundles.kept_captures import captures_dir
 from gascompile.core.errors import FormatError, StorageError
 from gascompile.core.files import exclusive, read_regular
+from gascompile.cost_models.measure.disk import PROBE_PREFIX
 from gascompile.weights import tied
 from gascompile.weights.store_check import NOTES
 
@@ -232,8 +233,11 @@ def _leftovers(cache_dir: Path) -> Iterator[CacheItem]:
         "native",
         "machine",
     ]
-    for folder in folders:
-        for path in (cache_dir / folder).glob(".*"):
+    # Measurements of the drive write beside the folders.
+    hidden = [("machine", cache_dir.glob(f"{PROBE_PREFIX}*"))]
+    hidden += [(folder, (cache_dir / folder).glob(".*")) for folder in folders]
+    for folder, paths in hidden:
+        for path in paths:
             item = (
                 None
                 if path.name in {".lock", NOTES, tied.NOTES}

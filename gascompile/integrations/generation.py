@@ -8,6 +8,7 @@ costs time but no memory; pieces are as long as they are, without padding, so no
 from __future__ import annotations
 
 import logging
+import operator
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -317,7 +318,10 @@ class Generator:
                     f"{list(input_ids.shape)}"
                 )
             input_ids = input_ids.flatten().tolist()
-        tokens = [int(token) for token in input_ids]
+        try:
+            tokens = [operator.index(token) for token in input_ids]
+        except TypeError as error:
+            raise ValueError(f"input_ids is one sequence of whole numbers: {error}") from None
         if not tokens:
             raise ValueError("the prompt is empty: pass at least one token")
         for i, token in enumerate(tokens):

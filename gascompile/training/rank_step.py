@@ -204,8 +204,8 @@ class RankStep:
     ) -> None:
         """Wait for all ranks before a run, compare what they are about to do, and weigh this rank's rows.
 
-        Values that one rank alone has read in or written to since the last step would make ranks drift apart: how often
-        that has happened is compared, too.
+        Values that one rank alone has read in or written to since the last step, or each rank others, would make ranks
+        drift apart: which and how often is compared, too.
 
         Raises:
             RankError: a rank calls something else, has other hyperparameters, or has failed.
@@ -218,13 +218,14 @@ class RankStep:
             marked = sequence_of(unit.program), number_of_ops(unit.program)
             self._marks[unit.graph_module] = marked
         marks, ops = marked
-        counts = [states.num_batches, states.generation, sorted(states.pending)]
+        given = states.generation, states.written.number
+        counts = [states.num_batches, *given, sorted(states.pending)]
         facts = [unit.trains, marks, options, sorted(states.counts.items()), counts]
         predicted = int(unit.plan.certificate.predicted_s / MICROSECOND)
         same = [ops, number_of_kind(batch)]
         numbers = [own, predicted, *same, *drawn.numbers, *self._runs.numbers]
         table = self._ranks.compare(
-            "what the step does, its hyperparameters, the number of updates or how often values were set",
+            "what the step does, its hyperparameters, the number of updates, or which values were set and how often",
             serial.digest(facts).encode(),
             numbers,
         )

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import gascompile
 from gascompile.api.cache_upkeep import ItemKind, collect, items
 from gascompile.cli import app
+from gascompile.cost_models.measure.disk import PROBE_PREFIX
 from gascompile.machines.resolve import preset
 
 _HOUR_S = 3600.0
@@ -153,20 +154,25 @@ def test_gc_by_age_and_by_size(cache_dir: Path) -> None:
 
 def test_gc_removes_leftovers_of_killed_writers(cache_dir: Path) -> None:
     store, plans = cache_dir / "store", cache_dir / "plans"
-    old = [store / ".abc.safetensors.123", plans / ".abc.xyz"]
+    # The last is what a measurement of the drive reads.
+    old = [store / ".abc.safetensors.123", plans / ".abc.xyz", cache_dir / f"{PROBE_PREFIX}abc"]
     old[0].write_bytes(b"half")
     old[1].mkdir()
+    old[2].write_bytes(b"noise")
     (old[1] / "plan.json").write_text("half")
     young = store / ".def.safetensors.456"
     young.write_bytes(b"half")
     for path in old:
         _age(path, 2 * _HOUR_S)
-    _age(store / ".lock", 2 * _HOUR_S)
+    locks = [store / ".lock", cache_dir / ".machine.lock"]
+    for path in locks:
+        path.touch()
+        _age(path, 2 * _HOUR_S)
     removed = collect(cache_dir)
     assert {item.path for item in removed} == {str(path) for path in old}
     assert not any(path.exists() for path in old)
     assert young.exists()
-    assert (store / ".lock").exists()
+    assert all(path.exists() for path in locks)
 
 
 def test_a_removed_plan_is_planned_again(cache_dir: Path) -> None:

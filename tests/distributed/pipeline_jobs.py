@@ -117,6 +117,9 @@ PIPED: dict[str, Piped] = {
     "llama": Piped(
         model=Scaled, begins=(0, 0.6), num_batches=2, optimizer=sgd, options={"max_grad_norm": 0.5}
     ),
+    "loss alone": Piped(
+        model=Scaled, begins=(0, 0.99), num_batches=2, optimizer=sgd, options={"max_grad_norm": 0.5}
+    ),
 }
 
 

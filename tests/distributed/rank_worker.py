@@ -250,7 +250,9 @@ def lengths(_: Scenario, folder: Path) -> dict[str, Any]:
         }
 
 
-def _with(change: Callable[[TrainingStep, torch.optim.Optimizer], object]) -> Callable[..., Any]:
+def _with(
+    change: Callable[[TrainingStep, torch.optim.Optimizer], object], *, on_all: bool = False
+) -> Callable[..., Any]:
     def run(scenario: Scenario, folder: Path) -> dict[str, Any]:
         torch.manual_seed(0)
         model = net_of(scenario)
@@ -260,7 +262,7 @@ def _with(change: Callable[[TrainingStep, torch.optim.Optimizer], object]) -> Ca
         with opened(scenario, model, optimizer, folder) as step:
             try:
                 step(batch)
-                if RANK == SIZE - 1:
+                if on_all or RANK == SIZE - 1:
                     change(step, optimizer)
                 step(batch)
             except RankError as error:
@@ -283,7 +285,14 @@ def _read(step: TrainingStep, _: object) -> None:
 def _edit(step: TrainingStep, optimizer: torch.optim.Optimizer) -> None:
     parameter = optimizer.param_groups[0]["params"][-1]
     with torch.no_grad():
-        parameter.add_(1.0)
+        parameter.add_(1.0 + RANK)
+
+
+def _edit_moments(step: TrainingStep, optimizer: torch.optim.Optimizer) -> None:
+    state = optimizer.state_dict()
+    for entry in state["state"].values():
+        entry["exp_avg"] = entry["exp_avg"] + RANK
+    optimizer.load_state_dict(state)
 
 
 def _local_norm(scenario: Scenario, folder: Path) -> dict[str, Any]:
@@ -355,6 +364,8 @@ KINDS: dict[str, Callable[[Scenario, Path], dict[str, Any]]] = {
         lambda step, _: step.eval(own_rows(batches(SCENARIOS["adamw"])[0], SCENARIOS["adamw"]))
     ),
     "edits": _with(_edit),
+    "edits of its own": _with(_edit, on_all=True),
+    "moments of its own": _with(_edit_moments, on_all=True),
     "reads": _with(_read),
     "local norm": _local_norm,
     "raises": _with(_fail),

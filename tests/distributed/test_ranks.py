@@ -21,8 +21,11 @@ from tests.distributed.jobs import SCENARIOS, WIDE_BYTES, FilledOnce, Scenario, 
 from tests.training.trials import TRANSFER_BYTES
 
 _LIMIT_S = 480.0
-DIFFERENT = ("other model", "other options", "other lr", "eval", "edits", "reads")
-"""What one rank does by itself."""
+DIFFERENT = (
+    *("other model", "other options", "other lr", "eval", "edits", "reads"),
+    *("edits of its own", "moments of its own"),
+)
+"""What one rank does by itself, or each with other values."""
 RESUMED = ("resumes:kept", "resumes:dropout")
 _ROOT = Path(__file__).resolve().parents[2]
 

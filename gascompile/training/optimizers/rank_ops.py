@@ -101,14 +101,16 @@ def _end_part(begun: torch.Tensor, bounds: list[int], own: int) -> torch.Tensor:
 
 def _norm(norms: list[torch.Tensor]) -> torch.Tensor:
     """Return the norm of what all ranks have a part of, from the norms of this rank's parts."""
-    square = torch.linalg.vector_norm(torch.stack(norms)).square()
+    own = torch.linalg.vector_norm(torch.stack(norms))
+    # Stages of a pipeline may have gradients of other types, or none.
+    square = own.double().square()
     exchange = exchange_under_way()
     exchange.add(square)
     if exchange.across is not None:
         # All that have the same stage have told the same.
         square /= exchange.across.size
     root: torch.Tensor = square.sqrt()
-    return root
+    return root.to(own.dtype)
 
 
 def _gather(parameter: torch.Tensor, bounds: list[int]) -> None:

@@ -52,7 +52,8 @@ class PipelineStep(RankStep):
         """
         stage = self._pipeline.staged[unit.program.program.graph_module]
         options = [tensor.tolist() for tensor in hyper]
-        counts = [states.num_batches, states.generation, sorted(states.counts.items())]
+        given = states.generation, states.written.number
+        counts = [states.num_batches, *given, sorted(states.counts.items())]
         leaves = pytree.tree_leaves(batch)
         shapes = [list(of.shape) for of in leaves if isinstance(of, torch.Tensor)]
         facts = [unit.trains, stage.facts, options, counts, shapes]
@@ -60,7 +61,7 @@ class PipelineStep(RankStep):
         number = int(serial.digest(digest_of(leaves))[:15], 16)
         ignored = stage.counter(leaves) if stage.counter is not None else []
         table = self._ranks.compare(
-            "the stages, hyperparameters, the number of updates, how often values were set, or the sizes of the batch",
+            "the stages, hyperparameters, the number of updates, which values were set, or the sizes of the batch",
             serial.digest(facts).encode(),
             [predicted, number, _number_of(ignored)],
         )

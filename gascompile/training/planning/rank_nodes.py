@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,6 +60,22 @@ def norm(graph: fx.Graph, norms: list[fx.Node]) -> fx.Node:
     node = graph.call_function(rank_ops.norm, (norms,))
     node.meta["val"] = norms[0].meta["val"].new_empty(())
     return node
+
+
+def all_norms(
+    graph: fx.Graph,
+    slots: Collection[Slot],
+    norms: list[fx.Node],
+    parts: list[fx.Node],
+    loss: fx.Node,
+) -> list[fx.Node]:
+    """Return what the norm of all gradients is made of: ``norms``, and that of what all ranks have ``parts`` of."""
+    if not parts and any(slot.owner is not None for slot in slots):
+        # Other stages of a pipeline wait for the part of one that has none, too.
+        nothing = graph.call_function(torch.ops.aten.zeros_like.default, (loss,))
+        nothing.meta["val"] = loss.meta["val"].new_empty(())
+        parts = [nothing]
+    return [*norms, norm(graph, parts)] if parts else norms
 
 
 def gathered(graph: fx.Graph, slot: Slot, parameter: fx.Node) -> None:

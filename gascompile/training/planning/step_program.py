@@ -226,7 +226,8 @@ class _Builder:
     def take_gradients(self) -> None:
         """Add what becomes of gradients: sums, their norm, updates."""
         options, slots = self._options, self._updated()
-        clips = options.max_grad_norm is not None and options.updates and bool(slots)
+        wants = options.updates and (options.grad_norm or options.max_grad_norm is not None)
+        clips = wants and options.max_grad_norm is not None and bool(slots)
         # Small gradients of several ranks are summed at once, in the end.
         late = [slot for slot in slots if self._is_late(slot)]
         sharing: dict[str, list[Slot]] = {}
@@ -246,8 +247,7 @@ class _Builder:
                 self._gradient.update(zip((slot.name for slot in late), nodes, strict=True))
             for slot in late:
                 self._take(slot, clips=clips, is_whole=True)
-            if clips:
-                assert options.max_grad_norm is not None
+            if clips and options.max_grad_norm is not None:
                 for slot in slots:
                     self._measure(slot)
                 norms = self._all_norms()
@@ -255,7 +255,7 @@ class _Builder:
                 self.norm = (self._of_norms(update_ops.total_norm, norms),)
                 for slot in slots:
                     self._update(slot, self._taken(slot), scale)
-            elif norms := self._all_norms():
+            elif wants and (norms := self._all_norms()):
                 self.norm = (self._of_norms(update_ops.total_norm, norms),)
             if options.updates:
                 self._copied = rank_nodes.copied(self._graph, self._joint, self._parameter)
@@ -319,8 +319,8 @@ class _Builder:
 
     def _all_norms(self) -> list[fx.Node]:
         """Return the norms that make that of all gradients, on all ranks."""
-        parts = [rank_nodes.norm(self._graph, self._part_norms)] if self._part_norms else []
-        return [*self._norms, *parts]
+        slots, own = self._rules.slots.values(), (self._norms, self._part_norms)
+        return rank_nodes.all_norms(self._graph, slots, *own, self._loss)
 
     def _of_norms(self, op: torch._ops.OpOverload, norms: list[fx.Node], *args: float) -> fx.Node:
         """Add an op of the norms of all gradients, whose result is one number."""

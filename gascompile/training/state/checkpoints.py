@@ -275,6 +275,7 @@ class CheckpointFolder:
         """Take a checkpoint over; raises ``StorageError``, after which values are half those of before."""
         state = loading.state
         states.generation += 1
+        states.written.clear()
         read_tensors(loading.stored, loading.entries, states.persistent)
         groups = [plain_group(group) for group in state["param_groups"]]
         kept = {"state": loading.kept.state} if "optimizer_state" in state else {}

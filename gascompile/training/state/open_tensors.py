@@ -345,10 +345,12 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[OpenTensor]:
     """Return the open tensors that an op writes to."""
-    hidden = func.overloadpacket.__name__ in _HIDDEN
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+    given.update(kwargs)
+    hidden = func.overloadpacket.__name__ in _HIDDEN and given.get("training", True)
     written: list[OpenTensor] = []
-    for number, argument in enumerate(func._schema.arguments):
-        value = args[number] if number < len(args) else kwargs.get(argument.name)
+    for argument in func._schema.arguments:
+        value = given.get(argument.name)
         alias = argument.alias_info
         if (alias and alias.is_write) or (hidden and argument.name in _HIDDEN_ARGUMENTS):
             written += [t for t in pytree.tree_leaves(value) if isinstance(t, OpenTensor)]

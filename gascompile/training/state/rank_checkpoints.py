@@ -141,7 +141,7 @@ class RankCheckpoints(CheckpointFolder):
             for n, e in each.items()
         ]
         facts = [sorted(kinds, key=str), states.num_steps, states.num_batches, states.generation]
-        facts += [keep, blocking, replicas]
+        facts += [keep, blocking, replicas, states.written.number]
         self._ranks.compare("saving a checkpoint", serial.digest(facts).encode())
         agree = self._agrees("save")
         sharing = self._sharing = self._sharing or self._shared_with(agree)

@@ -31,6 +31,7 @@ from gascompile.training.state.same_model import (
     require_same,
     shapes_of,
 )
+from gascompile.training.state.written_values import WrittenValues
 
 Keep = Callable[
     [
@@ -90,6 +91,7 @@ class States(NamedValues):
         super().__init__(model, rules, every, storages, total, packed)
         self.optimizer, self.values = rules.optimizer, values
         self.generation = self.num_batches = 0  # the first goes up when values come from elsewhere
+        self.written = WrittenValues()
         entries = {
             slot.index: self.optimizer.state.get(self.tensor(slot.name), {})
             for slot in rules.slots.values()
@@ -166,6 +168,7 @@ class States(NamedValues):
     def _written(self, name: str, value: torch.Tensor) -> None:
         self._before_access()
         self.generation += 1
+        self.written.note(name, value)
         self.assign(name, value)
         # Others may be views of it.
         self.covers.changed()
@@ -211,7 +214,9 @@ class States(NamedValues):
     def _loaded(self, optimizer_state: dict[str, Any]) -> dict[str, Any]:
         """Take the moments of an optimizer's state over, and return the rest."""
         self._before_access()
-        self._take_over(*self._checked(optimizer_state))
+        checked = self._checked(optimizer_state)
+        self.written.note("the optimizer's state", checked[0])
+        self._take_over(*checked)
         return self._rest(optimizer_state)
 
     def entries(self, *, own: bool = False) -> Iterable[tuple[Slot, int, dict[str, Any]]]:
@@ -269,6 +274,7 @@ class States(NamedValues):
             # By the model's own hooks and methods, which write to what is open.
             self.model.load_state_dict(model)
         self._take_over(*checked)
+        self.written.clear()
 
     def _wanted(self, kept: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         own = self.names()
