@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import os
 import pickle
 import sys
@@ -25,6 +26,8 @@ from gascompile.formats.dtypes import FLOATING, is_lossless
 from gascompile.formats.layout import is_read_packed
 from gascompile.weights.checkpoint import kind_of_weights, open_checkpoint
 from gascompile.weights.file_kinds import is_gguf, is_onnx
+
+_log = logging.getLogger("gascompile")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,6 +239,14 @@ def default_inputs(model: Any, *, batch: int, tokens: int) -> dict[str, Any]:
         )
     if "input_ids" in accepted:
         limit = getattr(text, "max_position_embeddings", None) or tokens
+        if tokens > limit:
+            _log.warning(
+                "%s has %d positions: %d tokens in place of %d",
+                type(model).__name__,
+                limit,
+                limit,
+                tokens,
+            )
         inputs["input_ids"] = torch.zeros(batch, min(tokens, limit), dtype=torch.long)
         if "attention_mask" in accepted and not getattr(text, "is_decoder", True):
             inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])

@@ -20,6 +20,7 @@ from gascompile.core.errors import FormatError, StorageError
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _HERE, _EXCHANGE = -100, 2
 """AT_FDCWD and RENAME_EXCHANGE of Linux."""
+_NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS)
 MAX_JSON_BYTES = 256 << 20
 """Of one JSON file; the plan of a model of 10,000 ops has some 10 MB."""
 
@@ -72,19 +73,39 @@ def open_lock(path: str | os.PathLike[str]) -> int:
 
 @contextlib.contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Hold an advisory lock on ``path`` against other processes; raises ``StorageError`` where it cannot be made."""
+    """Hold an advisory lock on ``path`` against other processes.
+
+    Where the folder cannot be written to, as one that a container image brings, there is nothing to guard: whoever
+    finds what it needs reads it, and whoever has to write is told by that.
+
+    Raises:
+        StorageError: the lock cannot be made.
+    """
+    file: int | None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open_lock(path)
     except OSError as error:
-        raise StorageError(
-            f"cannot write in {path.parent}: {error.strerror or error}; pass another cache_dir="
-        ) from error
+        if error.errno not in _NOT_OURS or not path.parent.is_dir():
+            raise StorageError(
+                f"cannot write in {path.parent}: {error.strerror or error}; pass another cache_dir="
+            ) from error
+        file = _lock_of_others(path)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        if file is not None:
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(file)
+        if file is not None:
+            os.close(file)
+
+
+def _lock_of_others(path: Path) -> int | None:
+    """Return a lock's file for reading, by which it can be held as well; ``None`` where there is none."""
+    try:
+        return open_regular(path, flags=os.O_NOFOLLOW)
+    except OSError:
+        return None
 
 
 def read_regular(path: str | os.PathLike[str], *, max_bytes: int) -> bytes:

@@ -182,7 +182,8 @@ def writing(target: Path, needed_bytes: int, what: str) -> Iterator[Path]:
             f"cannot write {target}: {reason}; free space or pass cache_dir= on another drive"
         ) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # where nothing can be written there is none
+            temporary.unlink(missing_ok=True)
 
 
 def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
