@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from gascompile.capture.export import capture
 from gascompile.core.errors import CaptureError
 
 _Tensor = torch.Tensor
+_ARRAY = numpy.arange(3)
 ASKING: dict[str, Callable[[Any, torch.Tensor], bool]] = {
     "is": lambda m, x: type(x) is torch.Tensor,
     "is not": lambda m, x: type(x) is not torch.Tensor,
@@ -28,6 +30,7 @@ NOT_ASKING: dict[str, Callable[[Any, torch.Tensor], bool]] = {
     "type of the model": lambda m, x: type(m) is _Asking and isinstance(x, torch.Tensor),
     "text": lambda m, x: x.type() == "torch.FloatTensor",
     "an attribute": lambda m, x: m.type is torch.Tensor,
+    "type of an array": lambda m, x: type(_ARRAY) is numpy.ndarray and bool(_ARRAY.size),
     "is a parameter": lambda m, x: isinstance(m.one.weight, nn.Parameter),
 }
 
