@@ -20,6 +20,8 @@ _REPEATS = 2  # the least of both counts: others may have disturbed one
 _BETWEEN_S, _ROUNDS_OF_A_GROUP, _GROUPS = 4e-3, 8, 5
 """Ops between two exchanges, as in steps of small models; of a few groups the one next to the least leaves out what
 other programs of this host do for a moment. [Empirical] Two ranks of an idle host waited 8 % of their ops in a step."""
+_ALONE = 9
+"""Small exchanges without ops between them, of which the median is what one takes by itself."""
 _OP_ROWS = 192
 """Of a product of matrices that stands for ops: 0.2 ms, and more than a core's own cache has room for."""
 _STREAMED = 1 << 20
@@ -83,7 +85,7 @@ def lost_to_exchange_s(
     return max(min(lost_s), 0.0)
 
 
-def late_share(exchange: Exchange, ops: Ops, trade: Callable[[], None], alone_s: float) -> float:
+def late_share(exchange: Exchange, ops: Ops, trade: Callable[[], None]) -> float:
     """Return what ranks wait for whoever comes last to an exchange, as a share of the ops since the one before.
 
     The same ops take a little longer now on the one rank, now on the other: with exchanges between them all ranks
@@ -93,8 +95,9 @@ def late_share(exchange: Exchange, ops: Ops, trade: Callable[[], None], alone_s:
         exchange: with the other ranks.
         ops: of a step.
         trade: a small exchange.
-        alone_s: what that takes with no ops before it.
     """
+    meet(exchange)
+    alone_s = sorted(_seconds(trade) for _ in range(_ALONE))[_ALONE // 2]
     count = max(int(_BETWEEN_S * _ROUNDS / max(ops.seconds(_ROUNDS), 1e-6)), 1)
     late_shares = []
     for _ in range(_GROUPS):
@@ -110,6 +113,12 @@ def late_share(exchange: Exchange, ops: Ops, trade: Callable[[], None], alone_s:
         slowest_s = float(table.max())
         late_shares.append((all_s - slowest_s - _ROUNDS_OF_A_GROUP * alone_s) / slowest_s)
     return max(sorted(late_shares)[1], 0.0)
+
+
+def _seconds(act: Callable[[], None]) -> float:
+    begin_s = time.perf_counter()
+    act()
+    return time.perf_counter() - begin_s
 
 
 def meet(exchange: Exchange) -> None:

@@ -45,8 +45,6 @@ _REASON_S = 2.0
 """A rank that fails writes its reason before it leaves; one that was killed never does."""
 _WORDS, _MOST_NUMBERS = 4, 10
 _jobs = iter(range(1 << 62))
-_LOOK_S = 5.0
-"""How often a rank that waits between steps looks whether the others of its host still run."""
 
 
 @dataclass(slots=True)
@@ -230,11 +228,11 @@ class Ranks:
         Raises:
             RuntimeError: one is gone or stopped.
         """
-        until_s = time.monotonic() + _MEET.total_seconds()
-        while not ends(work, _LOOK_S):
-            if time.monotonic() > until_s or self._gone() >= 0 or self._said() is not None:
-                self.exchange.is_hung = True
-                raise RuntimeError("nothing comes any more")
+
+        limit_s = _MEET.total_seconds()
+        if not ends(work, lambda s: s < limit_s and self._gone() < 0 and self._said() is None):
+            self.exchange.is_hung = True
+            raise RuntimeError("nothing comes any more")
 
     def _broken_by(self, error: BaseException | None) -> RankError | None:
         """Return why a vote comes to nothing: what ``error`` broke it by, or what is known of the ranks by now."""

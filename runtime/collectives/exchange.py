@@ -1,7 +1,7 @@
 """Exchange: sums and transfers between the ranks of a job, for the ops of the run under way.
 
-All of it is built from two collectives of ``torch.distributed`` that every backend has for parts of any size: Gloo
-refuses gathers of unequal parts. [Empirical] Between two processes of one host, 16 MiB: 1.4 GB/s for
+All of it is built from sums of whole tensors and from trades, in which each rank gives each other a part of any size:
+Gloo refuses gathers of unequal parts. [Empirical] Between two processes of one host, 16 MiB: 1.4 GB/s for
 ``all_to_all_single`` against 0.2 for ``reduce_scatter_tensor`` and 0.8 for ``all_gather_into_tensor``.
 
 Where all ranks are processes of one host that may read each other's memory, they do that instead. Sums are in the order
@@ -24,9 +24,9 @@ from gascompile.core.errors import RankError
 from gascompile.runtime.collectives.group_work import ends, unowned
 from gascompile.runtime.collectives.letters import Letters
 from gascompile.runtime.collectives.peer_memory import PeerMemory, Reading, Want
+from gascompile.runtime.collectives.trades import Trades
+from gascompile.runtime.collectives.waiting import Waiting
 
-_LOOK_S = 1.0
-"""Between two looks whether the other ranks are still there."""
 _SMALL_BYTES = 64 << 10
 """Of the others' values, which are read whole to add them up: beyond that each rank adds up a part for all."""
 
@@ -35,7 +35,7 @@ _SMALL_BYTES = 64 << 10
 class _Begun:
     """An exchange under way, and the memory that it reads and writes until its end."""
 
-    work: dist.Work | Reading
+    work: dist.Work | Reading | Waiting
     received: torch.Tensor
     sent: torch.Tensor
     sizes: list[int]
@@ -49,7 +49,7 @@ class Exchange:
     ) -> None:
         """Use ``group``; ``why`` says what broke an exchange."""
         self._group: dist.ProcessGroup | None = group
-        self._letters = Letters(group)
+        self._letters, self._trades = Letters(group), Trades(group)
         self._why = why
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.silent_s = 1800.0
@@ -89,6 +89,7 @@ class Exchange:
         self.abandon()
         self._group = None
         self._letters.leave()
+        self._trades.leave()
         if self._memory is not None:
             self._memory.leave()
         if self.across is not None:
@@ -284,8 +285,10 @@ class Exchange:
         sent: torch.Tensor,
         received_sizes: Sequence[int],
         sent_sizes: Sequence[int],
-    ) -> dist.Work:
+    ) -> dist.Work | Waiting:
         """Begin to send each rank its part of ``sent``, and to receive as much as it has for this one."""
+        if received.device.type == "cpu":
+            return self._trades.begin(received, sent, received_sizes, sent_sizes)
         output, given = unowned(received), unowned(sent)
         how: dict[str, Any] = {"group": self._held(), "async_op": True}
         sizes = (list(received_sizes), list(sent_sizes))
@@ -310,7 +313,7 @@ class Exchange:
             raise RuntimeError("this rank has left its group")
         return self._group
 
-    def _finish(self, work: dist.Work | Reading) -> None:
+    def _finish(self, work: dist.Work | Reading | Waiting) -> None:
         """Wait for the end of an exchange.
 
         Raises:
@@ -320,11 +323,10 @@ class Exchange:
             assert self._memory is not None, "it has begun"
             self._memory.finish(work, self._waits)
             return
-        begin_s = time.monotonic()
-        while not ends(work, _LOOK_S):
-            if not self._waits(time.monotonic() - begin_s):
-                self.is_hung = True
-                raise RuntimeError(f"nothing came within {self.silent_s:.0f} s, or a rank is gone")
+        waits = self._waits
+        if not (work.ends(waits) if isinstance(work, Waiting) else ends(work, waits)):
+            self.is_hung = True
+            raise RuntimeError(f"nothing came within {self.silent_s:.0f} s, or a rank is gone")
 
     @contextlib.contextmanager
     def _guarded(self, *tensors: torch.Tensor, by_letter: bool = False) -> Iterator[None]:

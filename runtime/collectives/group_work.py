@@ -4,27 +4,36 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
+LOOK_S = 1.0
+"""Between two looks whether there is still something to wait for."""
 _SOON_S, _LATER_S, _LATE = 5e-5, 1e-3, 1 / 16
 """Between two looks at an exchange: the least, the most, and the share of what has passed, by which it ends late."""
 
 
-def ends(work: dist.Work, time_s: float) -> bool:
-    """Wait for the end of an exchange; return whether it came within ``time_s``.
+def ends(work: dist.Work, waits: Callable[[float], bool]) -> bool:
+    """Wait for the end of an exchange; return False where it is given up.
 
     Gloo's own wait goes on beyond the time that it is given, until that of the group.
+
+    Args:
+        work: the exchange.
+        waits: says after so many seconds of waiting whether to wait on; asked once a second.
 
     Raises:
         RuntimeError: the exchange is broken.
     """
-    begin_s = time.monotonic()
+    begin_s, look_s = time.monotonic(), LOOK_S
     while not work.is_completed():
         passed_s = time.monotonic() - begin_s
-        if passed_s > time_s:
-            return False
+        if passed_s > look_s:
+            if not waits(passed_s):
+                return False
+            look_s = passed_s + LOOK_S
         time.sleep(min(max(passed_s * _LATE, _SOON_S), _LATER_S))
     work.wait()
     return True

@@ -1,4 +1,4 @@
-"""A process that ends while a letter is under way: torch's wait for it must not outlast Python."""
+"""A process that ends while a transfer is under way: torch's wait for it must not outlast Python."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 _ENDS = """
 import os, sys, time
-from gascompile.runtime.collectives import letters
+from gascompile.runtime.collectives import waiting
 
 class Work:
     def wait(self):
@@ -19,8 +19,8 @@ class Late:  # goes when Python has begun to end
     def __del__(self, say=os.write):
         say(1, b"over" if self.waiting.over.is_set() else b"under way")
 
-thread, late = letters._Thread(), Late()
-late.waiting = letters._Waiting(Work())
+thread, late = waiting.WaitingThread(), Late()
+late.waiting = waiting.Waiting([Work()])
 thread.put(late.waiting)
 sys.late = late
 {end}
