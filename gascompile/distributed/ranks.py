@@ -228,7 +228,6 @@ class Ranks:
         Raises:
             RuntimeError: one is gone or stopped.
         """
-
         limit_s = _MEET.total_seconds()
         if not ends(work, lambda s: s < limit_s and self._gone() < 0 and self._said() is None):
             self.exchange.is_hung = True
