@@ -7,6 +7,7 @@ prints while it is built or traced.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,6 +22,7 @@ from gascompile.core.errors import (
     GASCompileError,
     InfeasiblePlanError,
     PlanVerificationError,
+    StorageError,
 )
 from gascompile.core.serial import JsonValue, to_json
 
@@ -28,14 +30,28 @@ from gascompile.core.serial import JsonValue, to_json
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 
 
+class _FullOutputError(StorageError):
+    """Standard output takes no more, and so no error either."""
+
+
 def emit(as_json: bool, data: JsonValue, *parts: RenderableType) -> None:
-    """Print ``data`` as JSON, or ``parts`` for people."""
-    if as_json:
-        sys.stdout.write(json.dumps(data, indent=1) + "\n")
-        return
-    console = Console(highlight=False)
-    for part in parts:
-        console.print(part)
+    """Print ``data`` as JSON, or ``parts`` for people.
+
+    Raises:
+        StorageError: standard output takes no more.
+    """
+    try:
+        if as_json:
+            sys.stdout.write(json.dumps(data, indent=1) + "\n")
+        else:
+            console = Console(highlight=False)
+            for part in parts:
+                console.print(part)
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno == errno.EPIPE:
+            raise  # who reads has seen enough, of which the library's own end says nothing
+        raise _FullOutputError(f"standard output cannot be written: {error.strerror}") from error
 
 
 @contextlib.contextmanager
@@ -97,10 +113,11 @@ def warnings_block(warnings: Iterable[str]) -> list[Text]:
 
 
 def report_error(error: Exception, *, as_json: bool) -> None:
-    """Print an error: its message on standard error, or a JSON document on standard output."""
+    """Print an error: a JSON document on standard output, where that takes it, or its message on standard error."""
     if as_json:
-        emit(True, {"error": _error_json(error)})
-        return
+        with contextlib.suppress(_FullOutputError):
+            emit(True, {"error": _error_json(error)})
+            return
     Console(stderr=True, highlight=False).print(
         Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True
     )

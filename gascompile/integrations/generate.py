@@ -8,6 +8,7 @@ What fixed sizes cannot serve (encoder-decoders, states of another kind) runs as
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import sys
@@ -24,6 +25,7 @@ from gascompile.integrations.cache_argument import (
     argument_in,
     cache_argument,
 )
+from gascompile.integrations.huggingface import returns_past
 from gascompile.integrations.pieces import (
     held_bytes,
     is_cut,
@@ -75,6 +77,9 @@ def methods(cls: type) -> dict[str, Callable[..., Any]]:
     def prepare(self: Any, generation_config: Any, model_kwargs: Any, *args: Any, **kw: Any) -> Any:
         theirs = cls._prepare_cache_for_generation
         call = inspect.signature(theirs).bind(self, generation_config, model_kwargs, *args, **kw)
+        if generation_config.use_cache is not False and not returns_past(self.config):
+            _warn_of_no_past(cls)
+            generation_config.use_cache = False
         cache = _cache_for(self, generation_config, model_kwargs, call.arguments)
         if cache is None:
             return theirs(self, generation_config, model_kwargs, *args, **kw)
@@ -98,6 +103,14 @@ def methods(cls: type) -> dict[str, Callable[..., Any]]:
         "_prepare_cache_for_generation": prepare,
         "prepare_inputs_for_generation": inputs,
     }
+
+
+@functools.cache
+def _warn_of_no_past(cls: type) -> None:
+    _log.warning(
+        "%s keeps a past that plans cannot return: each new token is computed with all before it",
+        cls.__name__,
+    )
 
 
 _SEEN = ("token_type_ids", "mm_token_type_ids", "block_sequence_ids")

@@ -15,7 +15,7 @@ from torch import nn
 from torch.fx._pytree import register_pytree_flatten_spec
 from torch.utils import _pytree as pytree
 
-from gascompile.core.errors import CheckpointError, FormatError
+from gascompile.core.errors import CaptureError, CheckpointError, FormatError
 from gascompile.core.files import is_file
 from gascompile.core.serial import read_json
 from gascompile.weights.checkpoint import kind_of_weights, open_checkpoint
@@ -74,7 +74,10 @@ def _register_dynamic_cache() -> None:
 def _parts_of_cache(cache: Any) -> tuple[list[Any], Any]:
     for layer in cache.layers:
         if type(layer).__name__ not in _LAYERS:
-            raise RuntimeError(f"the past of a layer is kept as {type(layer).__name__}")
+            raise CaptureError(
+                f"a layer's past is a {type(layer).__name__}, which a plan cannot return; pass use_cache=False, or set "
+                "model.config.use_cache = False"
+            )
     held = [layer for layer in cache.layers if layer.keys is not None]
     windows = [getattr(layer, "sliding_window", None) for layer in cache.layers]
     parts = [[layer.keys for layer in held], [layer.values for layer in held]]
@@ -85,6 +88,17 @@ def _parts_of_cache(cache: Any) -> tuple[list[Any], Any]:
 
 
 _LAYERS = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"})
+
+
+def returns_past(config: Any) -> bool:
+    """Return whether plans can return what a model of this configuration keeps of the tokens before."""
+    from transformers.cache_utils import DynamicCache
+
+    try:
+        layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
+    except Exception:  # noqa: BLE001 - other configurations than those of decoders raise what they like
+        return True
+    return all(type(layer).__name__ in _LAYERS for layer in layers)
 
 
 def _seen(layer: Any) -> list[Any] | None:
@@ -214,6 +228,8 @@ def build_skeleton(path: Path, *, dtype: str | None = None) -> nn.Module:
         torch.set_default_dtype(before)
     model.tie_weights()
     assert isinstance(model, nn.Module)
+    if getattr(config, "use_cache", False) and not returns_past(config):
+        config.use_cache = False  # as its owner would have to
     _load_generation_config(model, path)
     return model.eval()
 
