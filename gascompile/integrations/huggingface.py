@@ -256,8 +256,10 @@ def _config(path: Path) -> tuple[Any, str]:
     """Return the configuration of a directory or a GGUF file, and what errors call it."""
     import transformers
 
+    said: Mapping[str, Any] = {}
     if is_gguf(path):
-        open_checkpoint(path)  # refuses what is damaged, before a reader that trusts it
+        # Refuses what is damaged, before a reader that trusts it.
+        said = open_checkpoint(path).gguf or {}
         where, place, kwargs = str(path), path.parent, {"gguf_file": path.name}
     else:
         where, place, kwargs = f"{path}/config.json", path, {}
@@ -271,7 +273,13 @@ def _config(path: Path) -> tuple[Any, str]:
         )
     except Exception as error:  # transformers and its validators raise what they like
         raise CheckpointError(f"{where} cannot be used: {_in_short(error)}") from error
-    return (config if kwargs else _without_quantisation(config, path)), where
+    if not kwargs:
+        return _without_quantisation(config, path), where
+    # Their table of the families' settings does not have it for each.
+    width = said.get(f"{said.get('general.architecture')}.attention.key_length")
+    if isinstance(width, int) and getattr(config, "head_dim", None) is not None:
+        config.head_dim = width
+    return config, where
 
 
 def _without_quantisation(config: Any, path: Path) -> Any:

@@ -118,6 +118,18 @@ def test_results_are_those_of_transformers(
     assert {name for name in formats.size_bytes if name != "float32"} == asked - {"float32"}
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_heads_are_as_wide_as_the_file_says(kind: str, cache: Path, tmp_path: Path) -> None:
+    """Wider than the hidden size by heads, and other than transformers takes the family's to be."""
+    file, model = tmp_path / "model.gguf", made(kind, head_dim=64)
+    widths = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+    said = dict.fromkeys((f"{kind}.{key}" for key in widths), 64)
+    write_gguf(model, file, lambda _: "float32", architecture=kind, more=said)
+    with torch.no_grad(), gascompile.compile(file, "8MiB", CALL, cache_dir=cache) as compiled:
+        assert compiled.config.head_dim == 64
+        torch.testing.assert_close(compiled(**CALL).logits, model(**CALL).logits)
+
+
 def test_a_file_is_a_model(cache: Path, tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     write_gguf(made(), file, mixed)
