@@ -27,9 +27,10 @@ import torch.distributed.distributed_c10d as c10d
 from gascompile.core import patience
 from gascompile.core.errors import NanLossError, RankError, RankMismatchError
 from gascompile.core.ranks import MeshLayout, RankLayout
+from gascompile.distributed.answering_store import AnsweringStore
 from gascompile.distributed.ladder import Ladder
 from gascompile.distributed.own_moves import OwnMoves
-from gascompile.distributed.reasons import broken, first_line
+from gascompile.distributed.reasons import first_line, heard, is_of_others, told
 from gascompile.distributed.votes import Votes
 from gascompile.runtime.collectives.exchange import Exchange
 from gascompile.runtime.collectives.group_work import ends
@@ -80,10 +81,8 @@ class Ranks:
             alone = len(members) < dist.get_world_size()
             opened = [open_group(members, use_local_synchronization=alone) for _ in range(2)]
             _open[self._members] = _Groups(base, *opened)
-        self._store = c10d.PrefixStore(
-            f"gascompile/{members[0]}/{self._job}",
-            c10d._get_default_store(),
-        )
+        prefix = f"gascompile/{members[0]}/{self._job}"
+        store = c10d.PrefixStore(prefix, c10d._get_default_store())
         self._meeting: dist.ProcessGroup | None
         self._group: dist.ProcessGroup | None
         groups = _open[self._members]
@@ -103,9 +102,10 @@ class Ranks:
                 peers = [members[rank] for rank in self.mesh.peers]
                 groups.across[num_stages] = open_group(peers, use_local_synchronization=True)
             self.exchange.across = self._made(groups.across[num_stages])
-        self._store.set(f"host/{self.layout.rank}", f"{socket.gethostname()} {os.getpid()}")
+        store.set(f"host/{self.layout.rank}", f"{socket.gethostname()} {os.getpid()}")
         # Now, as the store goes with the rank that keeps it.
-        hosts = [self._store.get(f"host/{rank}").decode() for rank in range(len(members))]
+        hosts = [store.get(f"host/{rank}").decode() for rank in range(len(members))]
+        self._store = AnsweringStore(store)
         self._processes = [host.rpartition(" ")[::2] for host in hosts]
         self.votes = Votes(self._store, self.layout, _MEET.total_seconds(), self._broken_by)
         """What ranks tell each other beside the steps."""
@@ -328,14 +328,11 @@ class Ranks:
         """Let all other ranks end, with this reason; idempotent."""
         if self._group is None:
             return
-        own = self.layout.rank
-        said = f"{type(error).__name__}: {error}"
-        if not isinstance(error, RankError):
-            with contextlib.suppress(RuntimeError):
-                self._store.set(f"failed/{own}", said)
-        self._failure = (
-            error if isinstance(error, RankError) else RankError(broken(own, said), rank=own)
-        )
+        own, said = self.layout.rank, told(error)
+        # One rank finds at once what others would wait for.
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"failed/{own}", said)
+        self._failure = error if isinstance(error, RankError) else heard(own, said)
         groups = _open.get(self._members)
         if groups is not None and groups.work is self._group:
             del _open[self._members]
@@ -376,14 +373,15 @@ class Ranks:
         )
 
     def _said(self) -> RankError | None:
-        """Return what a rank that has failed said, if one has."""
+        """Return what a rank that has failed said, if one has; else what one has found of others."""
+        found = []
         for rank in range(self.layout.size):
             # The store goes with the rank that keeps it.
             with contextlib.suppress(RuntimeError):
                 if rank != self.layout.rank and self._store.check([f"failed/{rank}"]):
                     said = self._store.get(f"failed/{rank}").decode()
-                    return RankError(broken(rank, said), rank=rank)
-        return None
+                    found.append((is_of_others(said), heard(rank, said)))
+        return min(found, key=lambda each: each[0])[1] if found else None
 
     def _is_gone(self, rank: int) -> bool:
         """Return whether a rank of this host is no process any more, or a stopped one."""

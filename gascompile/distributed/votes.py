@@ -10,10 +10,9 @@ import contextlib
 import time
 from collections.abc import Callable
 
-from torch._C._distributed_c10d import Store
-
 from gascompile.core.errors import RankError
 from gascompile.core.ranks import RankLayout
+from gascompile.distributed.answering_store import AnsweringStore
 
 _SOON_S, _LATER_S = 5e-4, 2e-2
 """Between two looks at the store: at first, and after some."""
@@ -26,7 +25,7 @@ class Votes:
 
     def __init__(
         self,
-        store: Store,
+        store: AnsweringStore,
         layout: RankLayout,
         limit_s: float,
         why: Callable[[BaseException | None], RankError | None],

@@ -9,6 +9,7 @@ Ranks that receive first use a network both ways at once. [Empirical] Between tw
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,9 @@ from gascompile.runtime.collectives.waiting import Waiting, WaitingThread, begun
 
 _FIRST_TAG, _NUM_TAGS = 1 << 30, 1 << 24
 """Letters of the group have lower ones. Far fewer trades are under way at once."""
+
+
+_kept: list[torch.Tensor] = []
 
 
 class Trades:
@@ -64,16 +68,23 @@ class Trades:
         self._count += 1
         # No rank is everybody's first.
         others = [(self._rank + step) % self._size for step in range(1, self._size)]
-        works = [
-            begun(dist.irecv(unowned(comes[peer]), group=self._group, tag=tag, group_src=peer))
-            for peer in others
-            if received_sizes[peer]
-        ]
-        works += [
-            begun(dist.isend(unowned(goes[peer]), group=self._group, tag=tag, group_dst=peer))
-            for peer in others
-            if sent_sizes[peer]
-        ]
+        works: list[dist.Work] = []
+        how: dict[str, Any] = {"group": self._group, "tag": tag}
+        try:
+            works.extend(
+                begun(dist.irecv(unowned(comes[peer]), group_src=peer, **how))
+                for peer in others
+                if received_sizes[peer]
+            )
+            works.extend(
+                begun(dist.isend(unowned(goes[peer]), group_dst=peer, **how))
+                for peer in others
+                if sent_sizes[peer]
+            )
+        except BaseException:
+            # The others may still come for what is here, and bring what is for it.
+            _kept.extend((received, sent))
+            raise
         if self._thread is None:
             self._thread = WaitingThread()
         waiting = Waiting(works)

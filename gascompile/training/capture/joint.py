@@ -44,6 +44,7 @@ from gascompile.training.capture.backward_code import backward_recorded
 from gascompile.training.capture.cumulative_norms import numbered_norms, take_counts
 from gascompile.training.capture.effect_tokens import drop_tokens
 from gascompile.training.capture.exact_dropout import exact_dropout
+from gascompile.training.capture.exact_strides import exact_strides
 from gascompile.training.capture.joint_outputs import joint_outputs, require_dense
 from gascompile.training.capture.left_tensors import leaves_no_traced
 from gascompile.training.capture.own_kernels import own_kernels, uncompiled
@@ -281,12 +282,12 @@ def _read(
     _drop_aliases(graph)
     take_counts(graph, bound, norms)
     exact_dropout(graph)
+    exact_strides(graph)
     made = _make_views(graph, bound, views)
     require_dense(graph)
     _start_from_one(graph, canonical)
     results, gradients, mutations = joint_outputs(graph.output_node(), canonical)
-    outputs: tuple[Any, ...] = tuple(results)
-    out_spec = pytree.tree_structure((0,))
+    outputs, out_spec = tuple[Any, ...](results), pytree.tree_structure((0,))
     if isinstance(wrapped, TracedModel):
         names = {**bound, **{name: name for name in (*inputs.values(), *outside)}}
         results = without_copies(graph, results, names)
