@@ -15,7 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Trainer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.optimization import AdafactorSchedule
+from transformers.trainer_pt_utils import LabelSmoother
+from transformers.trainer_utils import _is_peft_model
 
 from gascompile.core.budget import Budget
 from gascompile.core.errors import UnsupportedOpError
@@ -186,6 +189,8 @@ class GasTrainer(Trainer):
         """Return the loss of a batch as a function that holds no more of the trainer than it needs."""
         if self._takes_models_loss():
             return _ModelLoss(takes_number=bool(self.model_accepts_loss_kwargs))
+        if self._takes_smoothed_loss():
+            return _SmoothedLoss(self)
         # An argument, as what this package's own code reads is not looked for: a user's methods read the trainer.
         return partial(_trainers_loss, self)
 
@@ -196,9 +201,17 @@ class GasTrainer(Trainer):
             and self.label_smoother is None
         )
 
-    def _compiled(self) -> tuple[float, bool]:
+    def _takes_smoothed_loss(self) -> bool:
+        return (
+            takes_library_loss(self)
+            and self.compute_loss_func is None
+            and type(self.label_smoother) is LabelSmoother
+        )
+
+    def _compiled(self) -> tuple[Any, ...]:
         """Return what a step is compiled for once, where ``Trainer`` looks at each batch."""
-        return float(self.args.max_grad_norm or 0.0), self._takes_models_loss()
+        smoother = vars(self.label_smoother).copy() if self._takes_smoothed_loss() else None
+        return float(self.args.max_grad_norm or 0.0), self._takes_models_loss(), smoother
 
     def _is_scaled(self, num_items_in_batch: torch.Tensor | int | None) -> bool:
         """Return whether a loss is a share of its update's already, by the rule of ``Trainer``."""
@@ -235,6 +248,34 @@ class _ModelLoss:
             inputs["num_items_in_batch"] = number
         outputs = model(**inputs)
         loss: torch.Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+        return _share(loss, batch)
+
+
+class _SmoothedLoss:
+    """The loss of smoothed labels, as ``Trainer.compute_loss`` has it.
+
+    That asks what the model is wrapped in, by code in which names of the trainer's own state stand: its loss would be
+    captured again for each batch.
+    """
+
+    def __init__(self, trainer: GasTrainer) -> None:
+        self.smoother: Any = trainer.label_smoother
+        self.takes_number = bool(trainer.model_accepts_loss_kwargs)
+        model: Any = trainer.model
+        inner = model.base_model.model if _is_peft_model(model) else model
+        self.shifts = inner._get_name() in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+    def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
+        inputs, number = dict(batch["inputs"]), batch["num_items_in_batch"]
+        labels = inputs.pop("labels", None)
+        if self.takes_number and number is not None:
+            inputs["num_items_in_batch"] = number
+        outputs = model(**inputs)
+        if labels is None:
+            loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+        else:
+            how = {"shift_labels": True} if self.shifts else {}
+            loss = self.smoother(outputs, labels, num_items_in_batch=number, **how)
         return _share(loss, batch)
 
 

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_pt_utils import LabelSmoother
 
 from gascompile.core.errors import UnsupportedOpError
 from gascompile.integrations.trainer import GasTrainer
+from gascompile.training.capture import joint
 from tests.integrations.test_trainer import BUDGET, SHORT, assert_same_weights, logged, made
 
 
@@ -129,4 +131,52 @@ def test_a_loss_of_one_trainer_is_refused(tmp_path: Path) -> None:
     trainer = made(GasTrainer, tmp_path, SHORT, budget=BUDGET)
     trainer.compute_loss = types.MethodType(tripled, trainer)
     with pytest.raises(UnsupportedOpError, match="define it in a subclass"):
+        trainer.train()
+
+
+class Halved(LabelSmoother):
+    """A way of one's own to smooth."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return super().__call__(*args, **options) / 2
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_smoothed_labels_are_captured_once(
+    own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library's way to them asks what the model is wrapped in, which looks like asking for the trainer's state."""
+    options = {**SHORT, "max_steps": 4, "label_smoothing_factor": 0.2, "eval_strategy": "no"}
+    captured: list[int] = []
+    captures = joint.capture_joint
+
+    def counted(*args: Any, **options: Any) -> Any:
+        captured.append(1)
+        return captures(*args, **options)
+
+    monkeypatch.setattr(joint, "capture_joint", counted)
+    trained: list[Any] = []
+    both: list[tuple[type[Trainer], dict[str, Any]]]
+    both = [(Trainer, {}), (GasTrainer, {"budget": BUDGET})]
+    for kind, budget in both:
+        trainer = made(kind, tmp_path / kind.__name__, options, **budget)
+        if own:
+            trainer.label_smoother = Halved(epsilon=0.2)
+        trainer.train()
+        trained.append(trainer)
+    expected, found = trained
+    assert_same_weights(found.model, expected.model)
+    for row, other in zip(logged(found), logged(expected), strict=True):
+        assert row == pytest.approx(other, rel=1e-5)
+    assert own or len(captured) == 1
+
+
+def test_another_smoother_while_it_trains_is_refused(tmp_path: Path) -> None:
+    class Changes(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            trainer.label_smoother.epsilon = 0.4
+
+    options = {**SHORT, "label_smoothing_factor": 0.2, "eval_strategy": "no"}
+    trainer = made(GasTrainer, tmp_path, options, budget=BUDGET, callbacks=[Changes()])
+    with pytest.raises(UnsupportedOpError, match="label_smoother has changed"):
         trainer.train()
