@@ -9,14 +9,19 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import fx
 
 from gascompile.capture.batches import admit, leaves_of
 from gascompile.capture.torch_settings import require_followed
-from gascompile.core.errors import BudgetExceededError, StorageError, UnsupportedOpError
+from gascompile.core.errors import (
+    BudgetExceededError,
+    OpenStepError,
+    StorageError,
+    UnsupportedOpError,
+)
 from gascompile.core.kernels import FusedReport
 from gascompile.core.plan import Plan
 from gascompile.core.reports import GraphReport, RunReport
@@ -315,6 +320,17 @@ class TrainingStep(StepValues):
                 "plans of several ranks differ by rank, and a folder holds those of one process; the cache keeps them"
             )
         save_plans(self._units, Path(folder))
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be copied or pickled: threads, files and memory are one step's.
+
+        Raises:
+            OpenStepError: says what to copy.
+        """
+        raise OpenStepError(
+            "a training step cannot be copied or pickled; its model and its optimizer can, and save() writes what "
+            "another process goes on from"
+        )
 
     @in_turn
     def close(self) -> None:

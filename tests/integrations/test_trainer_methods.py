@@ -138,7 +138,8 @@ class Halved(LabelSmoother):
     """A way of one's own to smooth."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        return super().__call__(*args, **options) / 2
+        smoothed: Any = super().__call__
+        return smoothed(*args, **options) / 2
 
 
 @pytest.mark.parametrize("own", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import gascompile
-from gascompile.core.errors import CaptureError, ClosedStepError, UnsupportedOpError
+from gascompile.core.errors import CaptureError, ClosedStepError, OpenStepError, UnsupportedOpError
 from gascompile.training.step import TrainingStep
 from tests.training.trials import MACHINE
 
@@ -237,3 +238,31 @@ def test_who_reads_on_another_thread_waits_for_the_step(step_of: Compiler) -> No
 
         value, was_done = step._turn.take(within).result()
         assert was_done and torch.equal(value, step.state_dict()["model"]["weight"])
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_steps_are_not_copied(step_of: Compiler, copied: Callable[[Any], Any]) -> None:
+    model = linear()
+    with step_of(model, torch.optim.SGD(model.parameters(), lr=0.1)) as step:
+        step(BATCH)
+        with pytest.raises(OpenStepError, match="cannot be copied or pickled"):
+            copied(step)
+        assert copied(model)
+        step(BATCH)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_have_no_sizes_to_plan_for(tmp_path: Path) -> None:
+    model = linear()
+    nested = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UnsupportedOpError, match="to_padded_tensor"):
+        gascompile.compile_step(
+            model,
+            lambda m, b: m(b.to_padded_tensor(0.0)).mean(),
+            optimizer,
+            "64MiB",
+            nested,
+            machine=MACHINE,
+            cache_dir=tmp_path,
+        )

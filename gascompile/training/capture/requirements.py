@@ -95,6 +95,10 @@ def require_bare_batch(batch: Any) -> None:
         UnsupportedOpError: names the tensor's shape.
     """
     for leaf in leaves_of(batch):
+        if isinstance(leaf, torch.Tensor) and leaf.is_nested:
+            raise UnsupportedOpError(
+                "the batch has a nested tensor, which has no sizes to plan for; pad it, as by to_padded_tensor()"
+            )
         if type(leaf) is torch.Tensor:
             require_plain(leaf, f"a tensor of the batch, {list(leaf.shape)},")
         if isinstance(leaf, torch.Tensor) and vars(leaf):
