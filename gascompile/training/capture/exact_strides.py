@@ -10,6 +10,7 @@ makes it ends the step. A copy takes the described strides.
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import torch
@@ -31,13 +32,27 @@ _ROWS = frozenset(
 )  # fmt: skip
 """Ops whose result lies as they say where all of that lie row by row."""
 _NAMESPACES = ("aten", "gascompile_dropout")
+_FOLLOW = frozenset(
+    {
+        "alias", "detach", "diagonal", "expand", "permute", "select", "slice", "split", "split_with_sizes", "squeeze",
+        "t", "transpose", "unbind", "unsqueeze",
+    }
+)  # fmt: skip
+"""Views of any strides."""
+_NEED = frozenset({"_reshape_alias", "_unsafe_view", "as_strided", "unfold", "view"})
+"""Views that were found to be some of the described strides."""
 
 
 def exact_strides(graph: fx.Graph) -> None:
-    """Let results of such ops be copied into the strides that they are described with, where operands differ."""
+    """Let results of such ops be copied into the strides that they are described with, for views that need them.
+
+    What else reads a result finds it as eager does: sums over values that lie in another way differ in the last bits.
+    """
+    needing = _needing(graph)
     for node in list(graph.nodes):
-        if _is_doubtful(node):
-            _copy(graph, node)
+        users = [user for user in node.users if user in needing]
+        if users and _is_doubtful(node):
+            _copy(graph, node, users)
 
 
 def _is_doubtful(node: fx.Node) -> bool:
@@ -53,14 +68,32 @@ def _is_doubtful(node: fx.Node) -> bool:
     return any(_strides(value) != _strides(wanted) for value in (*alike, result))
 
 
+def _needing(graph: fx.Graph) -> set[fx.Node]:
+    """Return what reads a value as it lies: views, and what hands it on to them as it lies."""
+    needing: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        target = node.target
+        name = target._opname if isinstance(target, torch._ops.OpOverload) else ""
+        hands_on = target is operator.getitem or name in _FOLLOW or _is_pointwise(target)
+        if name in _NEED or (hands_on and not needing.isdisjoint(node.users)):
+            needing.add(node)
+    return needing
+
+
+def _is_pointwise(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and (
+        torch.Tag.pointwise in target.tags or target._opname in _MIXED | _ROWS
+    )
+
+
 def _strides(value: torch.Tensor) -> list[Any]:
     """Return the strides of dimensions that have more than one element."""
     return [s for size, s in zip(value.shape, value.stride(), strict=True) if size != 1]
 
 
-def _copy(graph: fx.Graph, node: fx.Node) -> None:
-    """Copy a result, row by row with its dimensions in the order of the described strides."""
-    result, users = node.meta["val"], list(node.users)
+def _copy(graph: fx.Graph, node: fx.Node, users: list[fx.Node]) -> None:
+    """Copy a result for ``users``, row by row with its dimensions in the order of the described strides."""
+    result = node.meta["val"]
     order = sorted(range(result.ndim), key=lambda d: (-result.stride(d), -result.shape[d]))
     if not _is_dense(result, order):
         return
