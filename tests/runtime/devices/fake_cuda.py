@@ -52,6 +52,8 @@ class FakeStream:
                 work = self._queue[self.done]
                 self._queue[self.done] = _nothing
                 work()
+                # What it held goes here: whoever waited in another thread finds the memory free, as a GPU's is.
+                del work
                 self.done += 1
 
     def wait_event(self, event: FakeEvent) -> None:
