@@ -5,16 +5,20 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 from torch import nn
 
 import gascompile
-from gascompile.core.errors import UnsupportedOpError
+from gascompile.core.errors import CaptureError, UnsupportedOpError
 from tests.training.runs import MACHINE
 
 
@@ -139,10 +143,36 @@ def test_attributes_behind_tables_and_weak_references_are_seen(
     assert held is None or held is OWNER
 
 
-def test_a_file_that_is_read_at_each_call_is_seen(tmp_path: Path, cache: Path) -> None:
+def _write_tensor(path: Path, value: float) -> None:
+    save_file({"factor": np.array(value)}, path)
+
+
+@pytest.mark.parametrize(
+    ("write", "read"),
+    [
+        (lambda path, value: path.write_text(str(value)), lambda path: float(path.read_text())),
+        (lambda path, value: torch.save(value, path), torch.load),
+        (
+            lambda path, value: np.save(path.with_suffix(".npy"), value),
+            lambda path: float(np.load(path.with_suffix(".npy"))),
+        ),
+        (_write_tensor, lambda path: float(load_file(path)["factor"])),
+        (
+            lambda path, value: path.write_text(str(value)),
+            lambda path: float(SourceFileLoader("factor", str(path)).get_data(str(path))),
+        ),
+    ],
+    ids=["text", "torch.load", "numpy", "load_file", "of a package"],
+)
+def test_a_file_that_is_read_at_each_call_is_seen(
+    tmp_path: Path,
+    cache: Path,
+    write: Callable[[Path, float], None],
+    read: Callable[[Path], float],
+) -> None:
     path = tmp_path / "factor"
-    path.write_text("1")
-    model, x = Reading(path, lambda place: float(place.read_text())), torch.randn(2, 8)
+    write(path, 1.0)
+    model, x = Reading(path, read), torch.randn(2, 8)
     with (
         gascompile.compile(
             model.eval(), "1MiB", (x,), machine=MACHINE, cache_dir=cache
@@ -150,8 +180,19 @@ def test_a_file_that_is_read_at_each_call_is_seen(tmp_path: Path, cache: Path) -
         torch.no_grad(),
     ):
         for factor in (1, 22, 333):
-            path.write_text(str(factor))
+            write(path, float(factor))
             torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_a_file_whose_name_nobody_tells_is_refused(tmp_path: Path, cache: Path) -> None:
+    def by_tensors(path: Path) -> float:
+        with safe_open(path, "np") as file:
+            return float(file.get_tensor("factor"))
+
+    _write_tensor(tmp_path / "factor", 1.0)
+    model, x = Reading(tmp_path / "factor", by_tensors).eval(), torch.randn(2, 8)
+    with pytest.raises(CaptureError, match="reads an open file"):
+        gascompile.compile(model, "1MiB", (x,), machine=MACHINE, cache_dir=cache)
 
 
 @pytest.mark.parametrize("name", ["tag", "_tag"])

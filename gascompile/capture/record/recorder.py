@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from gascompile.capture.fingerprint.audit import heard, listen
-from gascompile.capture.fingerprint.code_origin import Origin, origin_of_file
+from gascompile.capture.fingerprint.code_origin import Origin
 from gascompile.capture.record.asked_inputs import (
     ASKING,
     OF_GRADIENTS,
@@ -39,6 +39,12 @@ from gascompile.capture.record.asked_settings import (
     setting_entered,
 )
 from gascompile.capture.record.call_digest import CallDigest
+from gascompile.capture.record.callers import (
+    caller_of,
+    collects,
+    name_of_weights,
+    opener_of,
+)
 from gascompile.capture.record.draws import all_random_states
 from gascompile.capture.record.library_values import FirstSeen
 from gascompile.capture.record.quiet import Quiet, origin_of_type, profile_again
@@ -63,11 +69,10 @@ _ASKS = {
 _ASKED_IN = ("time", "datetime", "posix", "nt", "os", "_thread", "_socket", "_random")
 _SETS = {"manual_seed", "seed", "set_state", "graphsafe_set_state"}  # methods of generators
 _ON_NODES = {"register_hook", "register_prehook"}  # methods of what autograd runs
+_OF_WEIGHTS = {"get_tensor", "get_tensors", "get_slice"}  # methods of an open file of safetensors
 _METHODS = ("/torch/_tensor.py", "/torch/overrides.py")
 _WRAPS = ("/torch/_dynamo/", "/torch/_compile.py")
 """What lies around some of torch's functions once its compiler is loaded."""
-# What these frames ask for is no part of what a model computes.
-_TALK = ("logging", "warnings", "linecache", "traceback", "tqdm")
 
 
 def drawing(source: str) -> str:
@@ -157,7 +162,7 @@ class Running:
 
     def _seen(self, frame: types.FrameType, event: str, argument: Any) -> None:
         if event == "call":
-            if gc.callbacks and _collects(frame.f_code):
+            if gc.callbacks and collects(frame.f_code):
                 return
             self.ran(frame.f_code, frame.f_globals)
             handler = _HANDLERS.get(id(frame.f_code))
@@ -175,6 +180,9 @@ class Running:
                 self.applies(argument.__self__)
             elif name in _ON_NODES:
                 self._hooks_from(frame)
+            elif name in _OF_WEIGHTS and type(argument.__self__).__name__ == "safe_open":
+                # Nobody is told when it is opened, and it does not say what it is of.
+                self.opens(name_of_weights(frame), frame, reads=True)
             elif (setting := setting_called(argument)) is not None:
                 self._asks_setting(setting, frame)
 
@@ -305,7 +313,7 @@ class Running:
 
     def opens(self, path: object, frame: types.FrameType, *, reads: bool) -> None:
         """Note a file that the model's code opens."""
-        if caller_of(frame) is None:
+        if opener_of(frame) is None:
             return
         if not isinstance(path, (str, bytes, os.PathLike)):
             if reads:
@@ -315,30 +323,6 @@ class Running:
         (self.files if reads else self.written).add(name)
         if reads and os.path.exists(name) and not os.path.isfile(name):
             self.asked[f"reads {name}, which is no file,"] = Ask.ANEW
-
-
-def caller_of(frame: types.FrameType | None) -> types.FrameType | None:
-    """Return the frame of the model or a library that asks; ``None`` for torch, imports and log messages."""
-    while frame is not None:
-        if _collects(frame.f_code):
-            return None
-        path = frame.f_code.co_filename
-        if path.startswith("<frozen importlib"):
-            return None
-        origin = origin_of_file(path)
-        if origin.versioned and any(f"/{talk}" in path for talk in _TALK):
-            return None
-        if origin in {Origin.TORCH, Origin.OWN}:
-            return None
-        if origin is not Origin.PYTHON:
-            return frame
-        frame = frame.f_back
-    return None
-
-
-def _collects(code: types.CodeType) -> bool:
-    """Return whether a function is called by the garbage collector, which may run anywhere."""
-    return any(getattr(callback, "__code__", None) is code for callback in gc.callbacks)
 
 
 def _module_of(argument: Any) -> str:
