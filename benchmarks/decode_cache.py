@@ -109,7 +109,10 @@ def _machine_of(case: Case, own: Machine, *, throttles: bool) -> Machine:
         return own
     return replace(
         own,
-        links=tuple(replace(link, bandwidth_bytes_per_s=case.speed) for link in own.links),
+        links=tuple(
+            replace(link, bandwidth_bytes_per_s=case.speed, pipe_bytes_per_byte=None)
+            for link in own.links
+        ),
         pipes=tuple(replace(pipe, bandwidth_bytes_per_s=case.speed) for pipe in own.pipes),
     )
 

@@ -67,7 +67,8 @@ def with_disk(machine: Machine, bytes_per_s: float | None) -> Machine:
         return machine
     source = f"set to {bytes_per_s / 1e6:.0f} MB/s by the kernel"
     links = tuple(
-        replace(link, bandwidth_bytes_per_s=bytes_per_s, source=source) for link in machine.links
+        replace(link, bandwidth_bytes_per_s=bytes_per_s, pipe_bytes_per_byte=None, source=source)
+        for link in machine.links
     )
     pipes = tuple(
         replace(pipe, bandwidth_bytes_per_s=2 * bytes_per_s, source=source)

@@ -47,6 +47,7 @@ from gascompile.cost_models.measure.disk import (
     read_through,
 )
 from gascompile.cost_models.measure.host import capacity_bytes, machine_name, memory_limit
+from gascompile.cost_models.measure.in_turns import DriveRates, in_turns
 
 _TOGETHER_BYTES = 32 * MIB
 _SHARES_A_PIPE = 0.9
@@ -321,17 +322,33 @@ def _pipes(measured: str, disk: _Disk, together: _Together) -> tuple[Pipe, ...]:
     both = together.read_bytes_per_s + together.write_bytes_per_s
     if both >= _SHARES_A_PIPE * (disk.read_bytes_per_s + disk.rewrite_bytes_per_s):
         return ()
-    rate = max(both, disk.read_bytes_per_s, disk.rewrite_bytes_per_s)
     source = (
         f"{measured} reads at {format_rate(together.read_bytes_per_s)} beside writes at "
         f"{format_rate(together.write_bytes_per_s)}"
     )
+    rates = _in_turns(disk, together)
+    rate = max(rates.read_bytes_per_s, rates.write_bytes_per_s)
     return (Pipe(name=DISK_PIPE, bandwidth_bytes_per_s=rate, source=source),)
+
+
+def _in_turns(disk: _Disk, together: _Together) -> DriveRates:
+    return in_turns(
+        DriveRates(
+            read_bytes_per_s=disk.read_bytes_per_s, write_bytes_per_s=disk.rewrite_bytes_per_s
+        ),
+        DriveRates(
+            read_bytes_per_s=together.read_bytes_per_s,
+            write_bytes_per_s=together.write_bytes_per_s,
+        ),
+    )
 
 
 def _links(
     measured: str, disk: _Disk, together: _Together, shared: tuple[str, ...]
 ) -> tuple[Link, ...]:
+    rates = _in_turns(disk, together)
+    reads, writes = rates.read_bytes_per_s, rates.write_bytes_per_s
+    reads_take, writes_take = (max(reads, writes) / rate for rate in (reads, writes))
     return (
         Link(
             source_tier="nvme",
@@ -339,6 +356,7 @@ def _links(
             bandwidth_bytes_per_s=disk.read_bytes_per_s,
             latency_s=disk.latency_s,
             shared=shared,
+            pipe_bytes_per_byte=reads_take if shared and reads_take > 1 else None,
             source=(
                 f"{measured} {format_size(disk.read_size_bytes)} reads with {disk.io.num_threads} "
                 f"threads x {format_size(disk.io.chunk_bytes)} chunks in a file of "
@@ -353,6 +371,7 @@ def _links(
             bandwidth_bytes_per_s=disk.rewrite_bytes_per_s,
             latency_s=disk.latency_s,
             shared=shared,
+            pipe_bytes_per_byte=writes_take if shared and writes_take > 1 else None,
             source=(
                 f"{measured} one thread writing 1 MiB pieces over old ones by {disk.write_path} "
                 f"({format_rate(disk.write_bytes_per_s)} into a new file); latency of a read"

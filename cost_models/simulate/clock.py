@@ -72,7 +72,7 @@ class Clock:
 def pipe_times(machine: Machine, link: Link, size_bytes: int) -> tuple[tuple[int, float], ...]:
     """Return ``(pipe index, seconds)`` of a transfer of ``size_bytes`` over ``link``."""
     return tuple(
-        (i, size_bytes / pipe.bandwidth_bytes_per_s)
+        (i, link.pipe_bytes(size_bytes) / pipe.bandwidth_bytes_per_s)
         for i, pipe in enumerate(machine.pipes)
         if pipe.name in link.shared
     )

@@ -63,6 +63,8 @@ class Link:
     """Fixed cost of one transfer."""
     shared: tuple[str, ...] = ()
     """Names of the pipes this link shares with others."""
+    pipe_bytes_per_byte: float | None = field(default=None, metadata={"left_out": True})
+    """What a byte takes of those pipes, 1 where it is ``None``: a written one keeps a drive from several to read."""
     source: str = ""
 
     @property
@@ -73,6 +75,10 @@ class Link:
     def transfer_time_s(self, size_bytes: int) -> float:
         """Seconds that one transfer of ``size_bytes`` occupies the link."""
         return self.latency_s + size_bytes / self.bandwidth_bytes_per_s
+
+    def pipe_bytes(self, size_bytes: float) -> float:
+        """Bytes that ``size_bytes`` take of the pipes which this link shares."""
+        return size_bytes * (1.0 if self.pipe_bytes_per_byte is None else self.pipe_bytes_per_byte)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -225,7 +225,7 @@ def _add_times(model: Model) -> None:
         program.add_variable(seconds, seconds if slot.long else INFINITY, cost=1.0)
         for seconds, slot in zip(compute, model.slots, strict=True)
     ]
-    carried: dict[str, list[tuple[int, int]]] = {}
+    carried: dict[str, list[tuple[int, int, float]]] = {}
     for route_number, route in enumerate(plan.task.routes):
         for which, link_number in ((0, route.link_out), (1, route.link_in)):
             if link_number is not None:
@@ -235,14 +235,14 @@ def _add_times(model: Model) -> None:
                     flow = model.flows[route_number, s][which]
                     program.add_row(0.0, INFINITY, [(time, rate), (flow, -1.0)])
                 for name in link.shared:
-                    carried.setdefault(name, []).append((route_number, which))
+                    carried.setdefault(name, []).append((route_number, which, link.pipe_bytes(1)))
     for pipe in machine.pipes:
         rate = pipe_rate(machine, pipe) * model.unit_s / model.unit_bytes
         users = carried.get(pipe.name, [])
         # Not per slot: a pipe admits the next transfer while the one before is still on its own, slower link.
         flows = [
-            (model.flows[route, s][which], -1.0)
-            for route, which in users
+            (model.flows[route, s][which], -share)
+            for route, which, share in users
             for s in range(len(times))
         ]
         program.add_row(0.0, INFINITY, [*((time, rate) for time in times), *flows])

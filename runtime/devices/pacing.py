@@ -94,7 +94,8 @@ class Pacing:
             self._link_free_s[link] = first_s + size_bytes / spec.bandwidth_bytes_per_s
             for pipe in spec.shared:
                 if pipe in self._pipe_rates:
-                    self._pipe_free_s[pipe] = start_s + size_bytes / self._pipe_rates[pipe]
+                    passed_s = spec.pipe_bytes(size_bytes) / self._pipe_rates[pipe]
+                    self._pipe_free_s[pipe] = start_s + passed_s
             return first_s
 
     def take(self, link: str, size_bytes: int, ready_s: float) -> None:

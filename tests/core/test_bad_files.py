@@ -97,6 +97,8 @@ MACHINES = [
     ("links.2.bytes_per_second", 1e300, "$.links[2].bytes_per_second: the rate 1e+300 per second is not"),
     ("links.2.latency_seconds", -1.0, "$.links[2].latency_seconds: the fixed cost -1.0 is not within"),
     ("links.2.latency_seconds", 1e12, "$.links[2].latency_seconds: the fixed cost 1000000000000.0 is not"),
+    ("links.2.pipe_bytes_per_byte", 0.0, "$.links[2].pipe_bytes_per_byte: a byte takes 0.0 bytes of its pipes, which"),
+    ("links.2.pipe_bytes_per_byte", 1e9, "$.links[2].pipe_bytes_per_byte: a byte takes 1000000000.0 bytes of its"),
     ("pipes.1.bytes_per_second", 0, "$.pipes[1].bytes_per_second: the rate 0.0"),
     ("pipes.1.name", "nvme-read", "$.pipes[1]: pipes[0] has pipe 'nvme-read' as well"),
     ("rates.0.flops_per_second", 0, "$.rates[0].flops_per_second: the rate 0.0"),

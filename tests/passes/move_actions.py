@@ -161,7 +161,8 @@ class Actions:
             begin = later(begin, core[1 + len(task.links) + pipe])
         core[row] = shifted(begin, link.transfer_time_s(size))
         for pipe in pipes:
-            core[1 + len(task.links) + pipe] = shifted(begin, size / task.pipes[pipe])
+            passed_s = size * task.pipe_shares[number] / task.pipes[pipe]
+            core[1 + len(task.links) + pipe] = shifted(begin, passed_s)
         flights = {**node.flights, x: core[row]}
         held = _with(node.held, x, status)
         yield from self._settled(node, node.turn, held, core, flights, [step])

@@ -42,6 +42,8 @@ class MoveProblem:
     links: list[Link] = field(default_factory=list)
     pipes: list[float] = field(default_factory=list)
     link_pipes: list[list[int]] = field(default_factory=list)
+    pipe_shares: list[float] = field(default_factory=list)
+    """Per link what a byte takes of its pipes."""
 
     @property
     def num_ops(self) -> int:
@@ -141,3 +143,4 @@ def _add_machine(task: MoveProblem, limits_bytes: Mapping[str, int]) -> None:
             numbers.append(len(task.links))
             task.links.append(ends[pair])
             task.link_pipes.append([order.index(name) for name in ends[pair].shared])
+            task.pipe_shares.append(ends[pair].pipe_bytes_per_byte or 1.0)

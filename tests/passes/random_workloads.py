@@ -98,13 +98,17 @@ def draw_machine(chance: random.Random, total_bytes: int) -> Machine:
     for tier in slow:
         for source, target, kept in ((tier, center, 0.95), (center, tier, 0.85)):
             if chance.random() < kept:
+                speed = chance.choice((0.5, 1.0, 1.0, 2.0, 4.0))
                 links.append(
                     Link(
                         source_tier=source,
                         target_tier=target,
-                        bandwidth_bytes_per_s=chance.choice((0.5, 1.0, 1.0, 2.0, 4.0)),
+                        bandwidth_bytes_per_s=speed,
                         latency_s=chance.choice((0.0, 0.0, 0.0, 0.5, 1.0)),
                         shared=shared,
+                        pipe_bytes_per_byte=3.0
+                        if shared and source == center and speed == 1.0
+                        else None,
                     )
                 )
     roomy = chance.random() < 0.85

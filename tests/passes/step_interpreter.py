@@ -242,7 +242,8 @@ def _enqueue(world: World, link: Link, size_bytes: int, ready_s: float) -> float
     arrival_s = begun_s + link.latency_s + size_bytes / link.bandwidth_bytes_per_s
     world.free_s[link.name] = arrival_s
     for pipe in link.shared:
-        world.free_s[pipe] = begun_s + size_bytes / rates[pipe]
+        taken_bytes = size_bytes * (link.pipe_bytes_per_byte or 1)
+        world.free_s[pipe] = begun_s + taken_bytes / rates[pipe]
     world.link_bytes[link.name] += size_bytes
     return arrival_s
 

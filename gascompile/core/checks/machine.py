@@ -30,6 +30,7 @@ MAX_THREADS = 1024  # that read files: each is started
 MAX_CHUNK_BYTES = 1 << 30  # of one read
 _RATE_RANGE = (1.0, 1e21)
 _MAX_FIXED_COST_S = 3600.0  # an hour; drives take micro- to milliseconds
+_MOST_PIPE_BYTES = 1e6  # drives take 1 to 10
 _MAX_WATTS = 1e6  # a megawatt; processors take hundreds of watts
 _MAX_JOULES_PER_BYTE = 1.0  # links take nanojoules
 
@@ -118,6 +119,7 @@ def _problems(machine: Machine) -> Iterator[tuple[str, str]]:
             if not 0 <= (amount := getattr(machine.contention, name)) < math.inf:
                 yield f".contention.{name}", f"it takes {amount} seconds; give zero or more"
     yield from _bad_rates(machine)
+    yield from _bad_costs(machine)
     yield from _bad_energy(machine)
 
 
@@ -216,10 +218,19 @@ def _bad_rates(machine: Machine) -> Iterator[tuple[str, str]]:
             yield path, f"the rate {value} is not a positive number"
         if not least <= value <= most:
             yield path, f"the rate {value} per second is not within {least:g} and {most:g}"
+
+
+def _bad_costs(machine: Machine) -> Iterator[tuple[str, str]]:
     costs = [(f".links[{i}].latency_seconds", x.latency_s) for i, x in enumerate(machine.links)]
     costs += [
         (f".memory[{i}].op_overhead_seconds", x.op_overhead_s) for i, x in enumerate(machine.memory)
     ]
+    for i, link in enumerate(machine.links):
+        if not 1 <= link.pipe_bytes(1) <= _MOST_PIPE_BYTES:
+            yield (
+                f".links[{i}].pipe_bytes_per_byte",
+                f"a byte takes {link.pipe_bytes(1)} bytes of its pipes, which is not within 1 and {_MOST_PIPE_BYTES}",
+            )
     for path, value in costs:
         if not 0 <= value <= _MAX_FIXED_COST_S:
             yield path, f"the fixed cost {value} is not within 0 and {_MAX_FIXED_COST_S:g} seconds"

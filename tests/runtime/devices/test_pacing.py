@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,14 @@ def test_links_into_the_accelerator_share_its_pipe() -> None:
     assert pacing.begin_s("cpu->gpu", 200, 0.0) == 3.0
     # The link itself is at its 400 bytes until 5.0.
     assert pacing.begin_s("nvme->gpu", 100, 0.0) == 6.0
+
+
+def test_a_byte_takes_of_a_pipe_what_its_link_says() -> None:
+    first, second, *others = MACHINE.links
+    links = (first, replace(second, pipe_bytes_per_byte=2.5), *others)
+    pacing = Pacing(replace(MACHINE, links=links))
+    assert pacing.begin_s("nvme->gpu", 400, 0.0) == 1.0
+    assert pacing.begin_s("cpu->gpu", 200, 0.0) == 6.0
 
 
 def test_a_transfer_ahead_waits_for_nothing_and_takes_its_share_of_the_link() -> None:
