@@ -243,34 +243,8 @@ def _with_drives(machine: Machine, count: int) -> Machine:
     link = machine.checkpoint_link()
     if link is None or count < 2:
         return machine
-    own = {
-        pipe
-        for of in machine.links
-        if link.source_tier in (of.source_tier, of.target_tier)
-        for pipe in of.shared
-    }
-    own -= {
-        pipe
-        for of in machine.links
-        if link.source_tier not in (of.source_tier, of.target_tier)
-        for pipe in of.shared
-    }
-    return replace(
-        machine,
-        name=f"{machine.name}, {count} drives",
-        links=tuple(
-            replace(of, bandwidth_bytes_per_s=count * of.bandwidth_bytes_per_s)
-            if of.name == link.name
-            else of
-            for of in machine.links
-        ),
-        pipes=tuple(
-            replace(of, bandwidth_bytes_per_s=count * of.bandwidth_bytes_per_s)
-            if of.name in own
-            else of
-            for of in machine.pipes
-        ),
-    )
+    drives = machine.with_drives(count, (link.source_tier,))
+    return replace(drives, name=f"{machine.name}, {count} drives")
 
 
 def _digest(unit: Unit) -> str:

@@ -5,7 +5,7 @@ Every number says where it comes from: measured, or which datasheet.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import ClassVar
@@ -278,6 +278,26 @@ class Machine:
             for pipe in self.pipes
         )
         return replace(self, links=links, pipes=pipes)
+
+    def with_drives(self, factor: float, names: Collection[str] = ()) -> Machine:
+        """Return the machine with drives of so much of their bandwidth: their links, and pipes that only those share.
+
+        Args:
+            factor: of the bandwidth.
+            names: of the places; all of the kind ``nvme`` where it is empty.
+        """
+        places = set(names) or {x.name for x in self.places if x.kind is PlaceKind.NVME}
+        own = {x.name for x in self.links if places & {x.source_tier, x.target_tier}}
+        others = {pipe for x in self.links if x.name not in own for pipe in x.shared}
+        pipes = {pipe for x in self.links if x.name in own for pipe in x.shared} - others
+        faster = self.with_bandwidths(factor)
+        of_links = zip(self.links, faster.links, strict=True)
+        of_pipes = zip(self.pipes, faster.pipes, strict=True)
+        return replace(
+            self,
+            links=tuple(other if x.name in own else x for x, other in of_links),
+            pipes=tuple(other if x.name in pipes else x for x, other in of_pipes),
+        )
 
     def links_into(self, tier: str) -> tuple[Link, ...]:
         """Return the links that end at ``tier``, fastest first."""

@@ -18,7 +18,7 @@ from gascompile.core.model_libraries import set_at_first_call
 from gascompile.distributed.ranks import Ranks
 from gascompile.distributed.stage_ops import is_pipeline
 from gascompile.machines.admission import admit
-from gascompile.machines.resolve import resolve_machine
+from gascompile.machines.resolve import made_folder, resolve_machine
 from gascompile.runtime.memory.host_slots import FILE
 from gascompile.runtime.memory.pinned import HOST
 from gascompile.runtime.transfer.engine import read_blocks
@@ -27,6 +27,7 @@ from gascompile.training.capture.traced_loss import LossFunction
 from gascompile.training.optimizers.lent_memory import require_apart
 from gascompile.training.optimizers.optimizers import SUPPORTED, StateForm, require_rule
 from gascompile.training.optimizers.unplanned import require_step
+from gascompile.training.rank_drives import own_share
 from gascompile.training.rank_step import RankStep, Rows, joined, ranks_for
 from gascompile.training.saved_plans import SavedPlans
 from gascompile.training.settings import OnNan, Settings
@@ -165,6 +166,8 @@ def compile_step(
         with together.one_by_one() if together is not None else nullcontext():
             resolved, limits = _planned_for(saved, machine, budget, config.cache_dir)
         _require_runnable(resolved, limits, settings, config)
+        if together is not None:
+            resolved = own_share(resolved, made_folder(config.cache_dir), together.gathered)
         job = StepJob(
             model=model,
             loss_fn=together.loss if together is not None and not settings.is_pipeline else loss_fn,

@@ -299,25 +299,8 @@ def _second_drive(search: _Search) -> list[Variant]:
     drive = [link for link in machine.links if drives & {link.source_tier, link.target_tier}]
     if not drive:
         return []
-    others = {pipe for link in machine.links if link not in drive for pipe in link.shared}
-    own = {pipe for link in drive for pipe in link.shared} - others
-    doubled = replace(
-        machine,
-        links=tuple(
-            replace(link, bandwidth_bytes_per_s=2 * link.bandwidth_bytes_per_s)
-            if link in drive
-            else link
-            for link in machine.links
-        ),
-        pipes=tuple(
-            replace(pipe, bandwidth_bytes_per_s=2 * pipe.bandwidth_bytes_per_s)
-            if pipe.name in own
-            else pipe
-            for pipe in machine.pipes
-        ),
-    )
     added = max(link.bandwidth_bytes_per_s for link in drive)
-    return [search.variant("drive", "nvme", added, machine=doubled)]
+    return [search.variant("drive", "nvme", added, machine=machine.with_drives(2))]
 
 
 # ---------------------------------------------------------------- other budgets

@@ -60,6 +60,7 @@ def trains(piped: Piped, folder: Path) -> dict[str, Any]:
         assert step.plan is not None
         peak_bytes = step.last_run.peak_bytes["cpu"]
         moved_bytes = sum(step.plan.link_bytes.values())
+        drive_bytes_per_s = step.plan.machine.link("nvme->cpu").bandwidth_bytes_per_s
         held = sorted(step._open_states().persistent.sizes)
         losses.append(step.eval(batches()[0]))
         state = step.state_dict()
@@ -81,6 +82,7 @@ def trains(piped: Piped, folder: Path) -> dict[str, Any]:
         "own": own,
         "peak": peak_bytes,
         "moved": moved_bytes,
+        "drive": drive_bytes_per_s,
         "said": said,
         "num_planned": planning.call_count,
     }

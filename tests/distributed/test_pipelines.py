@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils import _pytree as pytree
 
+from gascompile.machines.resolve import preset
 from gascompile.passes.parallel.legs import Action
 from gascompile.training.pipeline.schedule import orders
 from gascompile.training.pipeline.stage_problem import cuts
@@ -19,7 +20,7 @@ from tests.distributed import pipeline_worker
 from tests.distributed.jobs import FilledOnce
 from tests.distributed.pipeline_jobs import PIPED, TIGHT_BYTES, batches, loss_fn, train_eagerly
 from tests.distributed.test_ranks import close, left_by, run_forked_job, run_job
-from tests.training.trials import TRANSFER_BYTES
+from tests.training.trials import MACHINE, TRANSFER_BYTES
 
 _WORKER = "tests.distributed.pipeline_worker"
 LOADS = {"gpt": ("loads", "loads from one"), "llama": ("loads in parallel",)}
@@ -83,6 +84,9 @@ def test_equal_to_one_process(two: Path, name: str) -> None:
         assert name != "gpt" or rank["peak"] <= TIGHT_BYTES - TRANSFER_BYTES
     # Who updates nothing has its part in the norm that all clip by.
     assert name != "loss alone" or found[1]["own"].keys() == frozen
+    # Both keep what leaves memory on one drive.
+    drive = preset(MACHINE).link("nvme->cpu")
+    assert {rank["drive"] for rank in found} == {drive.bandwidth_bytes_per_s / 2}
     # The larger stage has less memory than it has values.
     assert name != "gpt" or [rank["moved"] > 0 for rank in found] == [False, True]
     both = found[0]["own"].keys() & found[1]["own"].keys()
