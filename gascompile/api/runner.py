@@ -26,7 +26,7 @@ from gascompile.api.shared_budget import SharedBudget
 from gascompile.api.started_ahead import require_made_for, started_ahead
 from gascompile.api.unit import Unit
 from gascompile.bundles.saving import lies_in, save_bundle
-from gascompile.capture.calls import Call, copies
+from gascompile.capture.calls import Call, CallNames, copies
 from gascompile.capture.outlines import ModelOutlines
 from gascompile.capture.saved.call_types import unflatten
 from gascompile.capture.torch_settings import traced_by
@@ -91,13 +91,13 @@ class Runner:
             register_pytrees()
         self._turn = Turn()
         self._shared: SharedBudget | None = None
-        self.positional = positional
         self.units = units
         self.planning = planning
         self._is_fixed = bool(units)
         self._ranges = Ranges(planning.model) if planning is not None else None
         self._is_planning = False
         model = planning.model if planning is not None else None
+        self.names = CallNames(positional, model)
         self._buffers = Values.of(model, "_buffers") if model is not None else None
         """Before the latest plan was made."""
         self._given_forward = GivenForward(model) if model is not None else None
@@ -118,7 +118,7 @@ class Runner:
 
         ``taken_bytes`` of the budget are left free by a plan that is made for this call.
         """
-        call = Call.of(self.positional, args, kwargs, taken_bytes)
+        call = Call.of(self.names.now, args, kwargs, taken_bytes)
 
         def run() -> Any:
             unit = self._unit_for(call)
@@ -165,7 +165,7 @@ class Runner:
                 "a bundle holds the weights as they move and no others; measure the error where the model is compiled"
             )
         exact = self.planning.without_loss()
-        call = Call.of(self.positional, args, kwargs)
+        call = Call.of(self.names.now, args, kwargs)
 
         def both() -> tuple[Any, ...]:
             self._last = unit = self._unit_for(call)

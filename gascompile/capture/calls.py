@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
+import types
 from collections import UserDict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
@@ -14,11 +16,15 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from gascompile.capture.fingerprint.code_origin import origin_of_file
 from gascompile.core.call_names import ANY_NAMES
 from gascompile.core.errors import UnsupportedOpError
 
 _LEAVES = frozenset({torch.Tensor, bool, int, float, str, type(None)})
 """Types that are no containers, and nobody makes such of them."""
+
+_CLASSES = 64
+"""Of models that are looked at once."""
 
 ExampleInputs = tuple[Any, ...] | Mapping[str, Any]
 
@@ -53,10 +59,48 @@ def positional_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def call_names(model: nn.Module) -> tuple[str, ...]:
-    """Return what ``bind_call`` takes: the names of positional arguments, and whether others may be given."""
+    """Return what ``bind_call`` takes: the names of positional arguments, and whether others may be given.
+
+    None has a name where code around ``forward`` sees how a call is written.
+    """
     parameters = inspect.signature(model.forward).parameters.values()
     takes_any = any(of.kind is inspect.Parameter.VAR_KEYWORD for of in parameters)
-    return positional_names(model) + ((ANY_NAMES,) if takes_any else ())
+    names = () if _shows_calls(model) or "forward" in vars(model) else positional_names(model)
+    return names + ((ANY_NAMES,) if takes_any else ())
+
+
+class CallNames:
+    """What ``bind_call`` takes for the calls of a model, whose hooks may come and go."""
+
+    def __init__(self, names: tuple[str, ...], model: nn.Module | None = None) -> None:
+        """Take ``names`` as ``call_names`` gave them; without a model they stay."""
+        self._names, self._model = names, model
+
+    @property
+    def now(self) -> tuple[str, ...]:
+        """The names, as the model is."""
+        if self._model is None or not _shows_calls(self._model):
+            return self._names
+        return self._names[-1:] if self._names[-1:] == (ANY_NAMES,) else ()
+
+
+def _shows_calls(model: nn.Module) -> bool:
+    """Return whether the program's code sees which arguments of a call have names before ``forward`` has them all."""
+    if model._forward_pre_hooks or model._forward_hooks:
+        return True
+    cls = type(model)
+    return _shown_by(cls.__call__, cls.forward)
+
+
+@functools.lru_cache(maxsize=_CLASSES)
+def _shown_by(call: Callable[..., Any], forward: Callable[..., Any]) -> bool:
+    if call is not nn.Module.__call__:
+        return True
+    if not isinstance(forward, types.FunctionType) or not hasattr(forward, "__wrapped__"):
+        return False
+    takes_any = forward.__code__.co_flags & inspect.CO_VARARGS
+    # Decorators of libraries hand on what they are given.
+    return bool(takes_any) and not origin_of_file(forward.__code__.co_filename).versioned
 
 
 def named_shapes(model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any) -> Any:

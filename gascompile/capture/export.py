@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from gascompile.capture.alone import alone
+from gascompile.capture.assigned_buffers import like_before
 from gascompile.capture.exact_types import require_no_exact_types
 from gascompile.capture.fake_twin import fake_twin
 from gascompile.capture.fingerprint.code_origin import Origin, origin_of_file
@@ -123,7 +124,8 @@ def _captured(
         sizes = recorder.noting_sizes() if dynamic_shapes is not None else nullcontext()
         named = named_keywords(twin, names)
         own = OnlyComputed(model)
-        with _in_words(model), recorder.around(), tracing(), told(spaces), named, sizes, own:
+        alike = like_before(twin)
+        with _in_words(model), recorder.around(), tracing(), told(spaces), named, sizes, own, alike:
             program = torch.export.export(
                 twin, inputs[0], dict(inputs[1]), dynamic_shapes=dynamic_shapes, strict=False
             )

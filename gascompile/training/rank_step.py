@@ -243,11 +243,12 @@ class RankStep:
             self._learn(list(rows), [time * MICROSECOND for time in ran[0]])
 
     def _learn(self, rows: list[int], times_s: list[float]) -> None:
-        if self._balance is None or sum(rows) != sum(self._balance.rows):
+        known, before, self._last_rows = self._balance, self._last_rows, rows
+        # One batch of another size is what an epoch leaves; a second one is what comes from now on.
+        if known is None or sum(rows) == sum(before) != sum(known.rows):
             self._balance = Balance(rows)
-        elif self._balance.learn(times_s, self._last_rows):
-            _log.info("rows per rank are %s from the next batch on", self._balance.rows)
-        self._last_rows = rows
+        elif sum(before) == sum(known.rows) and known.learn(times_s, before):
+            _log.info("rows per rank are %s from the next batch on", known.rows)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -119,7 +119,8 @@ class TrainingStep(StepValues):
             ValueError: ``updates=False`` where no gradients are kept: ``accumulate`` is 1.
         """
         before = self._states.num_batches if self._states else 0
-        updates = self._settings.updates_at(before, updates)
+        with self._agreed():
+            updates = self._settings.updates_at(before, updates)
         unit, states, (loss, *norms) = self._run_within_budget(batch, trains=True, updates=updates)
         states.pending |= unit.program.gradients
         norm: torch.Tensor | None = norms[0] if norms else None
@@ -247,12 +248,12 @@ class TrainingStep(StepValues):
         self, batch: Any, *, trains: bool, updates: bool = False, calls: bool = False
     ) -> tuple[StepUnit, States, Sequence[torch.Tensor]]:
         """Run what is planned for a batch; plan again where an op takes more than the plan has for it."""
-        require_followed(trains=trains)
         unit: StepUnit | None = None
 
         def run() -> tuple[StepUnit, States, Sequence[torch.Tensor]]:
             nonlocal unit
             with ranks.planning() if ranks else nullcontext():
+                require_followed(trains=trains)
                 if ranks is not None:
                     ranks.require_rows(batch)
                 unit = self._unit(batch, trains=trains, updates=updates, calls=calls)
@@ -266,6 +267,15 @@ class TrainingStep(StepValues):
                 lambda error: unit is not None and self._maker.learns(unit, error),
                 lambda error: unit is not None and self._drops(unit, error),
             )
+
+    @contextmanager
+    def _agreed(self) -> Iterator[None]:
+        """Tell other ranks of what is refused within, before they pair this rank's next batch with theirs."""
+        if self.ranks is None:
+            yield
+            return
+        with self.ranks.together(), self.ranks.planning():
+            yield
 
     def _drops(self, unit: StepUnit, error: BudgetExceededError) -> bool:
         """Return whether a plan that knows what was found may be tried: nothing has changed yet."""

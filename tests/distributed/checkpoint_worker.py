@@ -64,7 +64,7 @@ def one(folder: Path, stage: Any = "again") -> Iterator[TrainingStep]:
 def told(work: Callable[[], object]) -> str:
     try:
         work()
-    except GASCompileError as error:
+    except (GASCompileError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -124,6 +124,10 @@ def saves(folder: Path) -> dict[str, Any]:
         found["next"] = step(batch(3))
         found["extra"] = step.load(own)
         found["again"] = step(batch(3))
+        step.save(folder / "differing", {"rank": RANK})
+        odd = {"x": object()} if RANK else {}
+        found["odd"] = told(lambda: step.save(folder / "differing", odd))
+        found["differing"] = step.load(folder / "differing")
         found["partly"] = partly(step, folder)
         found["replicas"] = replicas(step, folder)
         found["dcp"] = told(lambda: saves_by_dcp(step, folder))

@@ -189,10 +189,13 @@ def refuses(scenario: Scenario, folder: Path) -> dict[str, Any]:
         step(batch)
         before = step.state_dict()["model"]
         none = [tensor[:0] for tensor in batch]
-        for given in (batch if RANK == 0 else wrong, wrong, batch if RANK == 0 else none):
+        alone = (batch if RANK == 0 else wrong, wrong, batch if RANK == 0 else none, batch)
+        for given, asked in zip(
+            alone, (None, None, None, None if RANK == 0 else False), strict=True
+        ):
             try:
-                step(given)
-            except GASCompileError as error:
+                step(given, updates=asked)
+            except (GASCompileError, ValueError) as error:
                 said.append(f"{type(error).__name__}: {error}")
         after = step.state_dict()["model"]
         step(batch)

@@ -15,6 +15,7 @@ from gascompile.core.ranks import RankLayout
 from gascompile.distributed.balance import Balance, divided
 from gascompile.distributed.ladder import Rung, interpolated
 from gascompile.distributed.rows import RowSampler, num_rows
+from gascompile.training.rank_step import RankStep
 
 
 @given(
@@ -168,3 +169,15 @@ def test_larger_exchanges_take_no_less(first: int, second: int) -> None:
     rungs = [Rung(size_bytes=size_bytes, time_s=time_s) for size_bytes, time_s in found]
     small, large = sorted((first, second))
     assert interpolated(rungs, small) <= interpolated(rungs, large)
+
+
+def test_one_batch_of_another_size_is_what_an_epoch_leaves() -> None:
+    step = object.__new__(RankStep)
+    step._balance, step._last_rows = None, []
+    even = [1.0, 1.0]
+    seen = []
+    for rows in ([6, 3], [6, 3], [1, 1], [6, 3], [6, 3], [4, 4], [4, 4]):
+        step._learn(rows, even)
+        assert step._balance is not None
+        seen.append(sum(step._balance.rows))
+    assert seen == [9, 9, 9, 9, 9, 9, 8]

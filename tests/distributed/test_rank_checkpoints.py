@@ -156,6 +156,10 @@ def test_folders_of_their_own_give_each_other_what_one_lacks(run: Run) -> None:
         assert parts == [f"model{own}", f"optimizer{own}"]
         assert rank["extra"] == {"number": 10}
         assert torch.equal(rank["next"], rank["again"])
+        # Checkpoints hold what rank 0 passes, as the others are told.
+        assert rank["differing"] == {"rank": 0}
+        who = "" if number else "RankMismatchError: rank 1 cannot do what all are about to: "
+        assert rank["odd"].startswith(f"{who}ValueError: extra['x'] is a object")
         lost, names, gone = rank["partly"]
         assert not lost
         assert len(names) == 7

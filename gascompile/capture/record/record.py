@@ -24,6 +24,7 @@ from gascompile.capture.later.rounds import Rounds, TracedCall
 from gascompile.capture.record.asked_inputs import AskedInputs
 from gascompile.capture.record.call_digest import CallDigest
 from gascompile.capture.record.dependencies import Dependencies, dependencies
+from gascompile.capture.record.filled_caches import empty_filled_caches
 from gascompile.capture.record.given import changed_entries, entries_of
 from gascompile.capture.record.kept_memory import memory_kept
 from gascompile.capture.record.read_names import is_of_library, reads_of, with_python
@@ -137,7 +138,12 @@ class Recorder:
                 finally:
                     if not self._follows:
                         self._compare()
+        except BaseException:
+            # Else tensors of the trace would stay where the program keeps what it computes once.
+            self.restore()
+            raise
         finally:
+            empty_filled_caches(self.ran, self._model)
             if self._rounds is not None:
                 self.restore()
             elif self._trial is not None:

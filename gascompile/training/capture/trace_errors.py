@@ -19,6 +19,11 @@ def in_words(error: Exception, model: str) -> str:
         )
     if "must not already be a functional tensor" in reason:
         reason = "tensor.set_(value) gives a tensor other memory; write tensor.copy_(value)"
+    if "Unexpected fake buffer" in reason:
+        reason = (
+            "it keeps a tensor that it computes, in a table, a cache or an attribute, and reads it in later calls; "
+            "call loss_fn(model, batch) once before, for each kind of batch, so that it is there, or compute it anew"
+        )
     return f"cannot trace the loss of {model}{_place(error)}: {reason}"
 
 

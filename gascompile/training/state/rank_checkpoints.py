@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import uuid
 from collections.abc import Callable, Mapping
@@ -33,6 +34,7 @@ from gascompile.training.state.checkpoints import (
     state_json,
 )
 from gascompile.training.state.completing import Here, completed, look, verified
+from gascompile.training.state.extra_values import encoded
 from gascompile.training.state.pieces import Files, Stored, stored_in
 from gascompile.training.state.rank_sharing import (
     Agree,
@@ -56,6 +58,7 @@ from gascompile.training.state.whole_checkpoints import (
 )
 
 Result = TypeVar("Result")
+_log = logging.getLogger("gascompile")
 
 
 class RankSaving(Saving):
@@ -129,6 +132,7 @@ class RankCheckpoints(CheckpointFolder):
 
         Raises:
             RankError: a rank is gone or does something else.
+            RankMismatchError: the ``extra`` of another rank is none.
             StorageError: the folder cannot be written on a rank, now or by the save before, as all are told; the last
                 checkpoint stays valid.
             UnsupportedOpError: two replicas, and all ranks share one folder.
@@ -142,12 +146,19 @@ class RankCheckpoints(CheckpointFolder):
         ]
         facts = [sorted(kinds, key=str), states.num_steps, states.num_batches, states.generation]
         facts += [keep, blocking, replicas, states.written.number]
-        self._ranks.compare("saving a checkpoint", serial.digest(facts).encode())
+        state, said = self._state(states, extra)
+        digests = self._ranks.compare("saving a checkpoint", serial.digest(facts).encode(), [said])
+        if digests[0] != [said]:
+            _log.warning(
+                "what rank %d passes as extra is another than rank 0's, which is what checkpoints of ranks hold: load "
+                "returns that on all ranks; keep what is a rank's own in a file of its own",
+                self._ranks.layout.rank,
+            )
         agree = self._agrees("save")
         sharing = self._sharing = self._sharing or self._shared_with(agree)
         if replicas > 1:
             require_folders(sharing, self.folder, self._ranks)
-        saving, state = self._opened(sharing, agree, state_json(states, extra))
+        saving, state = self._opened(sharing, agree, state)
         try:
             agree("written", partial(self._lay, saving, states, entries, state))
             if replicas > 1:
@@ -159,6 +170,20 @@ class RankCheckpoints(CheckpointFolder):
                 saving.abandon()
             raise
         return saving.final
+
+    def _state(self, states: States, extra: Mapping[str, Any]) -> tuple[bytes, int]:
+        """Return what of a run is no tensor, and what tells one ``extra`` from another; nothing has been written yet.
+
+        Raises:
+            ValueError: ``extra`` holds what no checkpoint can, as the other ranks are told.
+        """
+        try:
+            state = state_json(states, extra)
+            said = json.dumps(encoded(extra)[0], sort_keys=True)
+        except ValueError as error:
+            self._ranks.refuse(error)
+            raise
+        return state, int.from_bytes(hashlib.sha256(said.encode()).digest()[:7], "little")
 
     def finish(self, *, waits: bool = True) -> None:
         """Block until a save that goes on behind steps is over on all ranks; see ``CheckpointFolder.finish``.
