@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -100,7 +100,7 @@ def model_of(
     if isinstance(source, nn.Module):
         if checkpoint is not None:
             require_no_load_hooks(source)
-        return source, checkpoint
+        return _uncompiled(source), checkpoint
     if not isinstance(source, (str, os.PathLike)):
         raise TypeError(
             "model is a torch.nn.Module, a .gguf or .onnx file or a Hugging Face directory, not "
@@ -113,6 +113,13 @@ def model_of(
             "model's weights"
         )
     return model, checkpoint or source
+
+
+def _uncompiled(model: nn.Module) -> nn.Module:
+    """Return the model within what ``torch.compile`` returns for one: it is captured as it was written."""
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    is_compiled = dynamo is not None and isinstance(model, dynamo.OptimizedModule)
+    return cast(nn.Module, model._orig_mod) if is_compiled else model
 
 
 def _skeleton(path: Path) -> tuple[nn.Module, bool]:

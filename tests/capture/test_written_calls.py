@@ -136,3 +136,11 @@ def test_plain_models_have_one_plan_for_all_ways(tmp_path: Path) -> None:
         for args, kwargs in (((x, by), {}), ((x,), {"by": by}), ((), {"by": by, "x": x})):
             torch.testing.assert_close(compiled(*args, **kwargs), model(*args, **kwargs))
         assert len(compiled._gascompile.units) == 1
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # what its compiler imports
+def test_what_torch_compile_returns_is_captured_as_it_was_written(tmp_path: Path) -> None:
+    model, x = MODELS["before"](), torch.randn(2, 8)
+    with _compiled(torch.compile(model), tmp_path, (x,)) as compiled, torch.no_grad():
+        assert isinstance(compiled, Plain)
+        torch.testing.assert_close(compiled(x), model(x))
