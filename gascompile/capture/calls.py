@@ -94,13 +94,18 @@ def _shows_calls(model: nn.Module) -> bool:
 
 @functools.lru_cache(maxsize=_CLASSES)
 def _shown_by(call: Callable[..., Any], forward: Callable[..., Any]) -> bool:
-    if call is not nn.Module.__call__:
+    if call is not nn.Module.__call__ and not _is_of_library(call):
         return True
     if not isinstance(forward, types.FunctionType) or not hasattr(forward, "__wrapped__"):
         return False
     takes_any = forward.__code__.co_flags & inspect.CO_VARARGS
-    # Decorators of libraries hand on what they are given.
-    return bool(takes_any) and not origin_of_file(forward.__code__.co_filename).versioned
+    return bool(takes_any) and not _is_of_library(forward)
+
+
+def _is_of_library(function: Callable[..., Any]) -> bool:
+    """Return whether a function lies in an installed file: such hand on what they are given."""
+    code = getattr(function, "__code__", None)
+    return code is not None and origin_of_file(code.co_filename).versioned
 
 
 def named_shapes(model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any) -> Any:

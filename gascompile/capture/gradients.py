@@ -21,9 +21,9 @@ from gascompile.capture.fake_twin import fake_twin
 from gascompile.capture.later.later_calls import Exported, Steady
 from gascompile.capture.record.asked_inputs import AskedInputs
 from gascompile.capture.record.asked_settings import GRADIENTS, as_if_recording
+from gascompile.capture.record.callers import caller_of
 from gascompile.capture.record.effects import EffectTrace
 from gascompile.capture.record.record import CaptureRecord, Recorder
-from gascompile.capture.record.recorder import caller_of
 from gascompile.capture.trace_inputs import trace_inputs
 from gascompile.capture.tracing import tracing
 from gascompile.core.errors import CaptureError

@@ -166,14 +166,12 @@ def compile_step(
         with together.one_by_one() if together is not None else nullcontext():
             resolved, limits = _planned_for(saved, machine, budget, config.cache_dir)
         _require_runnable(resolved, limits, settings, config)
-        if together is not None:
-            resolved = own_share(resolved, made_folder(config.cache_dir), together.gathered)
         job = StepJob(
             model=model,
             loss_fn=together.loss if together is not None and not settings.is_pipeline else loss_fn,
             optimizer=optimizer,
             budget=limits,
-            machine=admit(resolved),
+            machine=admit(_own_part(resolved, config.cache_dir, together)),
             config=config,
             settings=settings,
             values=_in_files(model, checkpoint, together, config.cache_dir),
@@ -209,6 +207,13 @@ def _together(
     with step.together():
         step.share_values(model, optimizer)
     return step
+
+
+def _own_part(machine: Machine, folder: Path, together: RankStep | None) -> Machine:
+    """Return what of a machine this process plans with, beside other ranks."""
+    if together is None:
+        return machine
+    return own_share(machine, made_folder(folder), together.gathered)
 
 
 def _in_files(

@@ -20,6 +20,8 @@ Next = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 class Assigning(nn.Module):
     """Assigns its buffer what is made of it and the input."""
 
+    kept: torch.Tensor
+
     def __init__(self, first: torch.Tensor, made: Next) -> None:
         super().__init__()
         self.made = made

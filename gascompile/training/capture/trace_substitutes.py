@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from gascompile.capture.fingerprint.code_origin import Origin, origin_of_file
-from gascompile.capture.record.recorder import caller_of
+from gascompile.capture.record.callers import caller_of
 from gascompile.core.errors import CaptureError, UnsupportedOpError
 from gascompile.core.tensor_attributes import share_attributes
 from gascompile.training.capture.cached_casts import CachedCasts
