@@ -22,14 +22,25 @@ _DEEPEST = 6
 class GivenForward:
     """What the attribute ``forward`` of a model was when it was compiled."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._attributes = vars(model)
+    def __init__(self, model: nn.Module | None) -> None:
+        """Note it; a bundle, which knows no model, has none."""
+        self._attributes = {} if model is None else vars(model)
         self._given = self._attributes.get("forward", _NONE)
 
     def changed(self) -> str | None:
         """Return that the model has another forward now, in words; to be asked within ``beside``."""
         now = self._attributes.get("forward", _NONE)
         return None if now is self._given else "the model has another forward now"
+
+    def counting(self, runner: object) -> Any:
+        """Return what is set on the model in the place of its class's forward, if that does not lead to ``runner``.
+
+        Returns ``None`` where nothing is set.
+        """
+        now = self._attributes.get("forward", _NONE)
+        if now is not self._given and _leads_to(now, runner, _DEEPEST):
+            now = self._given
+        return None if now is _NONE else now
 
     @contextmanager
     def beside(self, runner: object) -> Iterator[None]:

@@ -6,7 +6,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -97,10 +96,10 @@ class Runner:
         self._ranges = Ranges(planning.model) if planning is not None else None
         self._is_planning = False
         model = planning.model if planning is not None else None
-        self.names = CallNames(positional, model)
+        self._names = CallNames(positional, model)
         self._buffers = Values.of(model, "_buffers") if model is not None else None
         """Before the latest plan was made."""
-        self._given_forward = GivenForward(model) if model is not None else None
+        self._given_forward = GivenForward(model)
         self._values = Values.of(model, _PARAMETERS) if model is not None else None
         self._outlines = ModelOutlines(model) if model is not None else None
         self._cache_dir = cache_dir or default_cache_dir()
@@ -113,12 +112,17 @@ class Runner:
         if units:
             self._activate(units[0])
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What ``bind_call`` takes for calls of now."""
+        return self._names.now(self._given_forward.counting(self))
+
     def call(self, args: Args, kwargs: Kwargs, taken_bytes: int = 0) -> Any:
         """Run the model; raises as ``CompiledModel.forward`` does.
 
         ``taken_bytes`` of the budget are left free by a plan that is made for this call.
         """
-        call = Call.of(self.names.now, args, kwargs, taken_bytes)
+        call = Call.of(self.names, args, kwargs, taken_bytes)
 
         def run() -> Any:
             unit = self._unit_for(call)
@@ -165,7 +169,7 @@ class Runner:
                 "a bundle holds the weights as they move and no others; measure the error where the model is compiled"
             )
         exact = self.planning.without_loss()
-        call = Call.of(self.names.now, args, kwargs)
+        call = Call.of(self.names, args, kwargs)
 
         def both() -> tuple[Any, ...]:
             self._last = unit = self._unit_for(call)
@@ -271,13 +275,8 @@ class Runner:
                 f"{mode} is active around its call, which no plan follows",
                 "Call it outside of that, or use the model that it was made from there",
             )
-        with self._beside():
+        with self._given_forward.beside(self):
             return self._matching(call)
-
-    def _beside(self) -> AbstractContextManager[None]:
-        """Have the model's own forward back meanwhile, if its calls are led here."""
-        given = self._given_forward
-        return nullcontext() if given is None else given.beside(self)
 
     def _matching(self, call: Call) -> Unit:
         # What can run without reading weights anew comes first, and of that what ran last.
@@ -348,7 +347,7 @@ class Runner:
             begun_s, planning = time.perf_counter(), self.planning
             if planning is None or self._is_fixed:
                 raise PlanMismatchError(FOR_GIVEN_INPUTS)
-            with self._beside():
+            with self._given_forward.beside(self):
                 number, units = self._planned(planning, lambda: plan(planning))
             for unit in units:
                 self._keep(unit, "", begun_s)

@@ -53,7 +53,10 @@ def normalize_call(
 
 def positional_names(model: nn.Module) -> tuple[str, ...]:
     """Return the names of ``model.forward``'s leading positional-or-keyword parameters."""
-    parameters = inspect.signature(model.forward).parameters.values()
+    return _leading(inspect.signature(model.forward).parameters.values())
+
+
+def _leading(parameters: Iterable[inspect.Parameter]) -> tuple[str, ...]:
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     return tuple(of.name for of in takewhile(lambda of: of.kind is kind, parameters))
 
@@ -63,25 +66,41 @@ def call_names(model: nn.Module) -> tuple[str, ...]:
 
     None has a name where code around ``forward`` sees how a call is written.
     """
-    parameters = inspect.signature(model.forward).parameters.values()
+    return _names_of(model, vars(model).get("forward"))
+
+
+def _names_of(model: nn.Module, forward: Callable[..., Any] | None) -> tuple[str, ...]:
+    """Return the names for calls that end in ``forward``, set on the model, or in its class's."""
+    is_own = forward is None
+    if forward is None:
+        cls = type(model)
+        forward = inspect.getattr_static(cls, "forward").__get__(model, cls)
+    parameters = inspect.signature(forward).parameters.values()
     takes_any = any(of.kind is inspect.Parameter.VAR_KEYWORD for of in parameters)
-    names = () if _shows_calls(model) or "forward" in vars(model) else positional_names(model)
+    names = _leading(parameters) if is_own and not _shows_calls(model) else ()
     return names + ((ANY_NAMES,) if takes_any else ())
 
 
 class CallNames:
-    """What ``bind_call`` takes for the calls of a model, whose hooks may come and go."""
+    """What ``bind_call`` takes for the calls of a model, whose hooks and ``forward`` may come and go."""
 
     def __init__(self, names: tuple[str, ...], model: nn.Module | None = None) -> None:
         """Take ``names`` as ``call_names`` gave them; without a model they stay."""
         self._names, self._model = names, model
+        self._seen = () if model is None else self._what_counts(vars(model).get("forward"))
 
-    @property
-    def now(self) -> tuple[str, ...]:
-        """The names, as the model is."""
-        if self._model is None or not _shows_calls(self._model):
+    def now(self, forward: Callable[..., Any] | None) -> tuple[str, ...]:
+        """Return the names, as the model is with ``forward`` set on it, or with its class's."""
+        if self._model is None:
             return self._names
-        return self._names[-1:] if self._names[-1:] == (ANY_NAMES,) else ()
+        seen = self._what_counts(forward)
+        if any(new is not old for new, old in zip(seen, self._seen, strict=True)):
+            self._names, self._seen = _names_of(self._model, forward), seen
+        return self._names
+
+    def _what_counts(self, forward: Callable[..., Any] | None) -> tuple[Any, ...]:
+        assert self._model is not None, "names of a bundle stay"
+        return forward, type(self._model).forward, _shows_calls(self._model)
 
 
 def _shows_calls(model: nn.Module) -> bool:

@@ -71,7 +71,7 @@ def methods(cls: type) -> dict[str, Callable[..., Any]]:
         if not any(map(_is_fixed, (*args, *kwargs.values()))):
             _refuse_static(kwargs.get(held), held)
             return self._gascompile.call(args, kwargs)
-        args, kwargs = bind_call(self._gascompile.names.now, args, kwargs)
+        args, kwargs = bind_call(self._gascompile.names, args, kwargs)
         return _forward(self, kwargs[held], args, kwargs)
 
     def prepare(self: Any, generation_config: Any, model_kwargs: Any, *args: Any, **kw: Any) -> Any:

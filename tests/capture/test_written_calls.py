@@ -110,6 +110,47 @@ def test_hooks_come_and_go(tmp_path: Path) -> None:
         torch.testing.assert_close(compiled(x), model(x))
 
 
+def _other_order(self: Plain, by: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = self.layer(x) * by
+    return out
+
+
+def test_a_forward_that_comes_later_sees_calls_as_they_are_written(tmp_path: Path) -> None:
+    model, x = Plain(), torch.randn(2, 8)
+    own = model.forward
+    with _compiled(model, tmp_path) as compiled, torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x))
+        model.forward = lambda *args, **named: own(*(2 * value for value in args), **named)
+        torch.testing.assert_close(compiled(x), model(x))
+        torch.testing.assert_close(compiled(x=x), model(x=x))
+        del model.forward
+        torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_the_forward_of_a_class_may_be_another_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x, by = Plain(), torch.randn(2, 8), torch.randn(2, 8)
+    with _compiled(model, tmp_path) as compiled, torch.no_grad():
+        torch.testing.assert_close(compiled(x, by), model(x, by))
+        monkeypatch.setattr(Plain, "forward", _other_order)
+        torch.testing.assert_close(compiled(by, x), model(by, x))
+        monkeypatch.setattr(Plain, "forward", _doubled(_other_order))
+        torch.testing.assert_close(compiled(by, x), model(by, x))
+
+
+def test_a_forward_that_leads_to_the_compiled_model_has_the_names_of_its_own(
+    tmp_path: Path,
+) -> None:
+    model, x, by = Plain(), torch.randn(2, 8), torch.randn(8)
+    with _compiled(model, tmp_path) as compiled, torch.no_grad():
+        wanted = model(x, by)
+        model.forward = functools.partial(compiled)
+        for args, kwargs in (((x, by), {}), ((x,), {"by": by}), ((), {"x": x, "by": by})):
+            torch.testing.assert_close(model(*args, **kwargs), wanted)
+        assert len(compiled._gascompile.units) == 1
+
+
 def test_sizes_vary_without_names(tmp_path: Path) -> None:
     model = MODELS["before"]()
     with _compiled(model, tmp_path) as compiled, torch.no_grad():

@@ -32,7 +32,7 @@ def flat_run_bytes(compiled: gascompile.CompiledModel, inputs: Mapping[str, Any]
     """Return what a run allocated, without the copies that transformers makes to build its cache objects."""
     executor = compiled._gascompile.executor
     assert executor is not None
-    leaves = pytree.tree_leaves(bind_call(compiled._gascompile.names.now, (), inputs))
+    leaves = pytree.tree_leaves(bind_call(compiled._gascompile.names, (), inputs))
     return peak_growth_bytes(lambda: executor.run(*leaves))
 
 

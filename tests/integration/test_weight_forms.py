@@ -112,7 +112,7 @@ def test_a_lossy_form_computes_what_its_weights_decode_to(
         executor = compiled._gascompile.executor
         assert executor is not None
         plan = compiled.plan
-        leaves = pytree.tree_leaves(bind_call(compiled._gascompile.names.now, (ids,), {}))
+        leaves = pytree.tree_leaves(bind_call(compiled._gascompile.names, (ids,), {}))
         allocated = peak_growth_bytes(lambda: executor.run(*leaves))
         assert allocated <= plan.peak_bytes["cpu"] - plan.arena_bytes["cpu"]
         wires = {t.forms.wire for t in plan.tensors.values() if t.forms}
