@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from safetensors.torch import load_file, save_file
 
 import gascompile
 from benchmarks.anonymous import PeakSampler
+from benchmarks.asked import asked, show_parts
 from benchmarks.environment import headed, write_result
 from benchmarks.llama_checkpoint import SHAPE_1B, write_llama
 from benchmarks.lora import PROCESS_BYTES
@@ -143,7 +143,7 @@ def calls(case: Case) -> dict[str, Any]:
         eager_s, ours_s = _in_turns((lambda: model(**batch), lambda: compiled(**batch)), rounds)
         limit_s = compiled.plan.certificate.limit_s
     found = {"eager_s": eager_s, "ours_s": ours_s, "limit_s": limit_s, "equal": equal}
-    return found | _asked("share of eager's speed", eager_s / ours_s, least=0.97)
+    return found | asked("share of eager's speed", eager_s / ours_s, least=0.97)
 
 
 def resident(case: Case) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def resident(case: Case) -> dict[str, Any]:
         same, ours, eager = _texts(compiled, model, ids, count)
         eager_s, ours_s = _in_turns((eager, ours), 3 if case.toy else _ROUNDS)
     found = {"eager_s": eager_s, "ours_s": ours_s, "equal": same}
-    return found | _asked("share of eager's speed", eager_s / ours_s, least=1.0)
+    return found | asked("share of eager's speed", eager_s / ours_s, least=1.0)
 
 
 def _texts(
@@ -188,7 +188,7 @@ def drafts(case: Case) -> dict[str, Any]:
         looked, fast, _ = _texts(compiled, model, ids, count, prompt_lookup_num_tokens=10)
         plain_s, fast_s = _in_turns((plain, fast), 3)
     found = {"plain_s": plain_s, "drafts_s": fast_s, "equal": same and looked}
-    return found | _asked("times as fast", plain_s / fast_s, least=2.5)
+    return found | asked("times as fast", plain_s / fast_s, least=2.5)
 
 
 def _repeating(source: Path, folder: Path) -> Path:
@@ -216,7 +216,7 @@ def rows(case: Case) -> dict[str, Any]:
         same_many, all_rows, _ = _texts(compiled, model, _ids(many, 16), count)
         one_s, many_s = _in_turns((one, all_rows), 3)
     found = {"one_s": one_s, "many_s": many_s, "rows": many, "equal": same_one and same_many}
-    return found | _asked("times the tokens/s", many * one_s / many_s, least=20.0)
+    return found | asked("times the tokens/s", many * one_s / many_s, least=20.0)
 
 
 def lengths(case: Case) -> dict[str, Any]:
@@ -244,7 +244,7 @@ def lengths(case: Case) -> dict[str, Any]:
         ]
         short_s, long_s = _in_turns([ours for _, ours, _ in texts], 3 if case.toy else 15)
     found = {"short_s": short_s, "long_s": long_s, "equal": all(same for same, _, _ in texts)}
-    return found | _asked("times the seconds", long_s / short_s, most=1.05)
+    return found | asked("times the seconds", long_s / short_s, most=1.05)
 
 
 def sentences(case: Case) -> dict[str, Any]:
@@ -286,14 +286,7 @@ def sentences(case: Case) -> dict[str, Any]:
         num_plans = len(compiled._gascompile.units)
     found = {"eager_s": eager_s, "ours_s": ours_s, "difference": difference, "plans": num_plans}
     found["equal"] = difference <= 1e-5 and num_plans <= 4
-    return found | _asked("times eager's seconds", ours_s / eager_s, most=1.3)
-
-
-def _asked(
-    what: str, figure: float, *, least: float | None = None, most: float | None = None
-) -> dict[str, Any]:
-    holds = (least is None or figure >= least) and (most is None or figure <= most)
-    return {"figure": figure, "of": what, "least": least, "most": most, "holds": holds}
+    return found | asked("times eager's seconds", ours_s / eager_s, most=1.3)
 
 
 _PARTS: dict[str, Callable[[Case], dict[str, Any]]] = {
@@ -334,23 +327,7 @@ def _first_lines(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     sums = [one["sum"] / eager["sum"] for runs in found.values() for one in runs]
     equal = max(abs(one - 1) for one in sums) <= _ROUNDING
     result = {**found, "eager": eager, "limit_bytes": limit_bytes, "kept": kept, "equal": equal}
-    return result | _asked("times the seconds with checkpoint=", first_s / named_s, most=1.0)
-
-
-def show(result: dict[str, Any], console: Console) -> None:
-    """Print a line for each part."""
-    table = Table(title="In the place of a model")
-    for column in ("part", "figure", "asked", "same results", "holds"):
-        table.add_column(column)
-    for part, found in result["parts"].items():
-        if "error" in found:
-            table.add_row(part, found["error"][-200:], "", "", "no")
-            continue
-        least, most = found["least"], found["most"]
-        asked = f"at least {least}" if least is not None else f"at most {most}"
-        words = ["yes" if found[key] else "no" for key in ("equal", "holds")]
-        table.add_row(part, f"{found['figure']:.3f} {found['of']}", asked, *words)
-    console.print(table)
+    return result | asked("times the seconds with checkpoint=", first_s / named_s, most=1.0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -378,7 +355,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run = _first_lines if part == "lines" else _run
             arguments_of = (options, folder) if part == "lines" else (part, options, folder)
             result["parts"][part] = run(*arguments_of)
-    show(result, Console(highlight=False))
+    show_parts("In the place of a model", result["parts"], Console(highlight=False))
     if not options.toy or options.output:
         print(f"written: {write_result(result, options.output)}")
     found = result["parts"].values()

@@ -1,0 +1,48 @@
+"""The benchmark of first and warm starts, at toy size and in this process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import starts
+
+
+def _here(part: str, cache: Path, *, toy: bool) -> tuple[float, float]:
+    return starts.PARTS[part](cache, toy=toy)
+
+
+def test_starts_are_measured_and_give_one_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(starts, "_start", _here)
+    output = tmp_path / "result.json"
+    rounds = ["--rounds", "1", "--folder", str(tmp_path), "-o", str(output)]
+    starts.main(["llama", "--toy", *rounds])  # layers are what makes the machine known
+    parts = json.loads(output.read_text())["parts"]
+    assert parts.keys() == {"llama again"}
+    assert all(part["equal"] and part["figure"] > 0 for part in parts.values())
+    assert "llama again" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        starts.main(["nothing"])
+
+
+def test_a_slow_start_or_another_result_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = iter([(0.0, 0.0), (9.0, 1.0), (0.1, 1.0), (1.0, 1.0), (0.1, 2.0)])
+    monkeypatch.setattr(starts, "_start", lambda *_, **__: next(results))
+    (tmp_path / "known").mkdir()
+    (tmp_path / "model").mkdir()
+    next(results)
+    found = starts.measure("layers", tmp_path, toy=True, rounds=2)
+    assert found["layers first"]["figure"] == pytest.approx(4.55)
+    assert not found["layers first"]["holds"] and found["layers again"]["holds"]
+    assert not found["layers again"]["equal"]
+
+
+def test_what_fails_says_why(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="config"):
+        starts._start("llama", tmp_path / "cache", toy=True)
