@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -91,10 +92,10 @@ class CompileConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cache_dir", own_cache(self.cache_dir.expanduser()))
-        if not self.time_limit_s > 0:
-            raise ValueError(f"time_limit_s must be positive, not {self.time_limit_s}")
-        if not 0 <= self.mip_gap < 1:
-            raise ValueError(f"mip_gap is a fraction in [0, 1), not {self.mip_gap}")
+        if not (isinstance(self.time_limit_s, Real) and self.time_limit_s > 0):
+            raise ValueError(f"time_limit_s must be positive, not {self.time_limit_s!r}")
+        if not (isinstance(self.mip_gap, Real) and 0 <= self.mip_gap < 1):
+            raise ValueError(f"mip_gap is a fraction in [0, 1), not {self.mip_gap!r}")
         if self.weights not in (None, *WEIGHT_FORMS):
             raise ValueError(
                 f"weights is one of {', '.join(WEIGHT_FORMS)}, or None for as stored, not {self.weights!r}"
@@ -109,8 +110,8 @@ class CompileConfig:
             raise ValueError(f"objective is one of {', '.join(OBJECTIVES)}, not {self.objective!r}")
         if self.on_exceed not in ON_EXCEED:
             raise ValueError(f"on_exceed is one of {', '.join(ON_EXCEED)}, not {self.on_exceed!r}")
-        if not self.fuse_runs >= 0:
-            raise ValueError(f"fuse_runs is a number of runs, not {self.fuse_runs}")
+        if not (isinstance(self.fuse_runs, Real) and self.fuse_runs >= 0):
+            raise ValueError(f"fuse_runs is a number of runs, not {self.fuse_runs!r}")
 
     @property
     def has_sites(self) -> bool:

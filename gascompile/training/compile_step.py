@@ -28,7 +28,7 @@ from gascompile.training.optimizers.lent_memory import require_apart
 from gascompile.training.optimizers.optimizers import SUPPORTED, StateForm, require_rule
 from gascompile.training.optimizers.unplanned import require_step
 from gascompile.training.rank_drives import own_share
-from gascompile.training.rank_step import RankStep, Rows, joined, ranks_for
+from gascompile.training.rank_step import ROWS, RankStep, Rows, joined, ranks_for
 from gascompile.training.saved_plans import SavedPlans
 from gascompile.training.settings import OnNan, Settings
 from gascompile.training.state.file_values import FileValues
@@ -196,6 +196,8 @@ def _together(
     settings: Settings,
 ) -> RankStep | None:
     """Return what this process does with others, if there are any; they have the same values from here on."""
+    if rows not in ROWS:
+        raise ValueError(f"rows={rows!r}; it is one of {', '.join(ROWS)}")
     if ranks is None:
         return None
     if not settings.is_pipeline:

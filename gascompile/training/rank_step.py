@@ -360,10 +360,7 @@ def joined(
 
     Raises:
         RankMismatchError: ranks have other models, optimizers or options.
-        ValueError: ``rows`` is no policy.
     """
-    if rows not in ROWS:
-        raise ValueError(f"rows={rows!r}; it is one of {', '.join(ROWS)}")
     require_synchronised(model)
     step = RankStep(ranks, RankLoss(loss_fn, ranks.layout.size), rows)
     with step.together():

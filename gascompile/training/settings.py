@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -53,10 +54,14 @@ class Settings:
         Raises:
             ValueError: one cannot be.
         """
-        if self.accumulate < 1:
-            raise ValueError(f"accumulate={self.accumulate}; it is a number of batches, from 1 on")
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm={self.max_grad_norm}; it has to be more than 0")
+        # 1.5 would update at each third batch.
+        if type(self.accumulate) is not int or self.accumulate < 1:
+            raise ValueError(
+                f"accumulate={self.accumulate!r}; it is a number of batches, from 1 on"
+            )
+        limit = self.max_grad_norm
+        if limit is not None and not (isinstance(limit, Real) and limit > 0):
+            raise ValueError(f"max_grad_norm={limit!r}; it is a number, of more than 0")
         if self.on_nan not in _ON_NAN:
             raise ValueError(f"on_nan={self.on_nan!r}; it is one of {', '.join(_ON_NAN)}")
         if self.states not in STATE_FORMS:

@@ -134,6 +134,13 @@ def test_an_optimizer_of_another_model(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"accumulate": 0}, "accumulate=0"),
+        ({"accumulate": 1.5}, "accumulate=1.5"),
+        ({"accumulate": "2"}, "accumulate='2'"),
+        ({"max_grad_norm": "1"}, "max_grad_norm='1'"),
+        ({"rows": "even"}, "rows='even'"),
+        ({"time_limit_s": "5"}, "time_limit_s must be positive, not '5'"),
+        ({"mip_gap": "small"}, "mip_gap is a fraction"),
+        ({"fuse_runs": None}, "fuse_runs is a number"),
         ({"max_grad_norm": 0.0}, "max_grad_norm=0.0"),
         ({"max_grad_norm": float("nan")}, "max_grad_norm=nan"),
         ({"on_nan": "stop"}, "raise, locate, ignore"),
