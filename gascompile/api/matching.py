@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,6 +139,16 @@ def as_planned(
                 continue
         given.append(value)
     return given, own
+
+
+def follow_shapes(given: Sequence[Any], own: Mapping[int, torch.Tensor]) -> None:
+    """Have what the caller has follow views of it whose shapes a run changed in place; see ``as_planned``."""
+    for view in given:
+        if isinstance(view, torch.Tensor) and (value := own.get(id(view))) is not None:
+            same_memory_there = view.data_ptr() == value.data_ptr()
+            same_shape = view.shape == value.shape and strides_of(view) == strides_of(value)
+            if not (same_shape and same_memory_there):
+                value.set_(view)
 
 
 def _layout_mismatch(value: torch.Tensor, expected: InputSpec) -> str | None:

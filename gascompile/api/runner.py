@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from gascompile.api.given_forward import GivenForward
 from gascompile.api.guards import Values, refuse, require_apart, require_no_gradients
-from gascompile.api.matching import FOR_GIVEN_INPUTS, Misfit, advice
+from gascompile.api.matching import FOR_GIVEN_INPUTS, Misfit, advice, follow_shapes
 from gascompile.api.moved_states import has_taken_states
 from gascompile.api.open_units import OpenUnits
 from gascompile.api.planning import Args, Kwargs, Planning
@@ -131,6 +131,7 @@ class Runner:
             given, own = unit.given(call.leaves)
             outputs = self._run(unit, given)
             if own:
+                follow_shapes(given, own)
                 outputs = tuple(own.get(id(value), value) for value in outputs)
             model = self.planning.model if self.planning is not None else None
             outputs = require_no_gradients(call.leaves, outputs, model)

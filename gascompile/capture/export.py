@@ -6,6 +6,7 @@ with. The graph is left undecomposed: composite ops run faster and the graph is 
 
 from __future__ import annotations
 
+import keyword
 import logging
 import traceback
 from collections.abc import Iterator, Mapping
@@ -190,6 +191,7 @@ def _require_shown(
 ) -> None:
     """Return if the graph shows what calls compute; raises as the checks do."""
     _require_no_transforms(program.graph_module)
+    _require_writable(program.graph_module)
     require_plain_constants(program.constants)
     require_no_exact_types(recorder.ran)
     _require_no_packing(recorder, model)
@@ -241,6 +243,20 @@ def _require_no_transforms(graph_module: torch.fx.GraphModule) -> None:
                     f"op '{node.name}' is a part of a transform of torch.func, and no ATen op. Write vmap as batched "
                     "tensor code, and derivatives as formulas"
                 )
+
+
+def _require_writable(graph_module: torch.fx.GraphModule) -> None:
+    """Return if Python code can name all ops: ``aten.random_.from`` is no expression.
+
+    Raises:
+        UnsupportedOpError: one has no name.
+    """
+    for node in graph_module.graph.nodes:
+        if keyword.iskeyword(getattr(node.target, "_overloadname", "")):
+            raise UnsupportedOpError(
+                f"op '{node.target}' has no name in Python code. Draw numbers of a range by torch.randint(low, high, "
+                "shape), or from 0 on by x.random_(high)"
+            )
 
 
 @contextmanager

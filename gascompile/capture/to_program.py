@@ -11,7 +11,7 @@ import torch
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from gascompile.capture.constant_copies import drop_constant_copies
+from gascompile.capture.drop_no_ops import drop_no_ops
 from gascompile.capture.record.record import Recorded
 from gascompile.capture.storage_offsets import check_offsets
 from gascompile.core.errors import CaptureError, UnsupportedOpError
@@ -20,33 +20,8 @@ from gascompile.core.signature import constant_of, strides_of
 from gascompile.core.strides import contiguous_strides
 from gascompile.core.tiles import parse_tile
 from gascompile.passes.graph.bound_aliases import bound_aliases
-from gascompile.passes.graph.mutated_tensors import has_effect, mutated_tensors
+from gascompile.passes.graph.mutated_tensors import mutated_tensors
 from gascompile.weights.checkpoint import FILE_DTYPES
-
-_ASSERTS = {
-    torch.ops.aten._assert_tensor_metadata.default,
-    torch.ops.aten._assert_scalar.default,
-    torch.ops.aten._assert_async.msg,
-    torch.ops.aten.sym_constrain_range.default,
-    torch.ops.aten.sym_constrain_range_for_size.default,
-}
-_CASTS = {
-    torch.ops.aten.to.dtype,
-    torch.ops.aten.to.device,
-    torch.ops.aten.to.dtype_layout,
-    torch.ops.aten.alias.default,
-    torch.ops.aten.detach.default,
-    torch.ops.aten.lift_fresh_copy.default,
-}
-_NEW_OBJECTS = {torch.ops.aten.alias.default, torch.ops.aten.detach.default}
-"""Where these are outputs, the caller gets another tensor of the same memory, and not its own."""
-_DROPOUTS = {
-    torch.ops.aten.dropout.default,
-    torch.ops.aten.feature_dropout.default,
-    torch.ops.aten.alpha_dropout.default,
-    torch.ops.aten.feature_alpha_dropout.default,
-}
-"""They return their input where they drop nothing, and a copy in a trace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,35 +152,6 @@ def inline_wrappers(graph_module: torch.fx.GraphModule) -> None:
     for node in list(graph_module.graph.nodes):
         if node.op == "get_attr" and not node.users:
             graph_module.graph.erase_node(node)
-
-
-def drop_no_ops(graph: torch.fx.Graph) -> None:
-    """Remove assertions and what returns its input; eager does not compute them either."""
-    returned = set(graph.output_node().all_input_nodes)
-    for node in list(graph.nodes):
-        if node.target in _ASSERTS:
-            graph.erase_node(node)
-        elif node.target in _DROPOUTS and (not node.args[1] or node.args[2] is False):
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
-        elif node.target in _NEW_OBJECTS and node in returned:
-            continue
-        elif node.target in _CASTS and isinstance(node.args[0], torch.fx.Node):
-            before, after = node.args[0].meta.get("val"), node.meta.get("val")
-            forced = node.kwargs.get("copy") or True in node.args[1:]
-            if (
-                isinstance(before, torch.Tensor)
-                and isinstance(after, torch.Tensor)
-                and not forced
-                and before.dtype == after.dtype
-                and before.device == after.device
-                and before.stride() == after.stride()
-                and (node.target is not torch.ops.aten.lift_fresh_copy.default)
-            ):
-                node.replace_all_uses_with(node.args[0])
-                graph.erase_node(node)
-    drop_constant_copies(graph)
-    graph.eliminate_dead_code(is_impure_node=has_effect)
 
 
 def _read_signature(

@@ -34,7 +34,18 @@ def bound_aliases(
 
 def may_share_memory(node: torch.fx.Node, argument: torch.fx.Node) -> bool:
     """Return whether what an op returns may be an argument of it, or a view of one."""
+    if _converts(node, argument):
+        return False
     return _may_return_a_view(node, argument) or _shares_memory(node, argument)
+
+
+def _converts(node: torch.fx.Node, argument: torch.fx.Node) -> bool:
+    """Return whether a conversion that may return its argument gives values of another type, in memory of their own."""
+    if getattr(node.target, "overloadpacket", None) is not torch.ops.aten.to:
+        return False
+    given, made = argument.meta.get("val"), node.meta.get("val")
+    both = isinstance(given, torch.Tensor) and isinstance(made, torch.Tensor)
+    return both and given.dtype != made.dtype
 
 
 def _may_return_a_view(node: torch.fx.Node, argument: torch.fx.Node) -> bool:

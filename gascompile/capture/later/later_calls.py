@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.export import ExportedProgram
 
+from gascompile.capture.drop_no_ops import drop_no_ops
 from gascompile.capture.later.history import OutlinedCall, Past
 from gascompile.capture.later.rounds import Rounds
 from gascompile.capture.later.same_calls import later_difference
@@ -21,7 +22,7 @@ from gascompile.capture.old_hooks import old_hook
 from gascompile.capture.record.effects import EffectTrace, prove
 from gascompile.capture.record.record import CaptureRecord
 from gascompile.capture.record.trial import Trial
-from gascompile.capture.to_program import drop_no_ops, inline_wrappers
+from gascompile.capture.to_program import inline_wrappers
 from gascompile.core.errors import CaptureError, UnsupportedOpError
 
 Exported = tuple[ExportedProgram, Mapping[str, str], tuple[Any, ...], Mapping[str, Any]]

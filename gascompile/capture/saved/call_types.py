@@ -11,9 +11,10 @@ import dataclasses
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeGuard
 
+import torch
 from torch.utils import _pytree as pytree
 
 from gascompile.core import serial
@@ -111,18 +112,33 @@ def check_registered(text: str) -> None:
 
 
 def unflatten(leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
-    """Return a result in its structure.
+    """Return a result in its structure, with sizes as ``torch.Size``, of which torch makes tuples.
 
     Raises:
         FormatError: a type of it does not take the parts that a file says it has.
     """
     try:
+        if len(leaves) == spec.num_leaves and _has_size(spec):
+            return _with_sizes(iter(leaves), spec)
         return pytree.tree_unflatten(leaves, spec)
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise FormatError(
             f"the results do not make what the program returns ({type(error).__name__}: {error}); save it again with "
             "the library that defines the type"
         ) from error
+
+
+def _has_size(spec: pytree.TreeSpec) -> bool:
+    return spec.type is torch.Size or any(map(_has_size, spec.children()))
+
+
+def _with_sizes(leaves: Iterator[Any], spec: pytree.TreeSpec) -> Any:
+    if spec.is_leaf():
+        return next(leaves)
+    children = [_with_sizes(leaves, child) for child in spec.children()]
+    if spec.type is torch.Size:
+        return torch.Size(children)
+    return pytree.SUPPORTED_NODES[spec.type].unflatten_fn(children, spec.context)
 
 
 def _is_output(known: type | None) -> TypeGuard[type]:
