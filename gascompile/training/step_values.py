@@ -136,11 +136,13 @@ class StepValues(Machinery):
 
         Raises:
             StorageError: a value cannot be read.
+            UnsupportedOpError: the model has other tensors than the step was made for.
         """
         self._require_open()
         if self._states is None and self._values is None:
             return {"model": self._model.state_dict(), "optimizer": self.optimizer.state_dict()}
         states = self._open_states()
+        states.covers.require_own()
         self._holdings.settle_all()
         return states.state_dict()
 
@@ -151,6 +153,7 @@ class StepValues(Machinery):
         Raises:
             CheckpointError: the state is of another model or optimizer; names the keys. Nothing has changed then.
             StorageError: a value cannot be kept.
+            UnsupportedOpError: the model has other tensors than the step was made for.
         """
         self._require_open()
         if self._states is None and self._values is None:
@@ -161,6 +164,7 @@ class StepValues(Machinery):
             leaves = pytree.tree_leaves([dict(state["model"]), state["optimizer"]])
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             self.ranks.alike("the state that is loaded", [tensor.cpu() for tensor in tensors])
+        self._open_states(whole=False).covers.require_own()
         with self._restoring() as states:
             states.load_state_dict(state)
 
@@ -194,7 +198,7 @@ class StepValues(Machinery):
         Raises:
             StorageError: another job saves there, or it cannot be written; the checkpoint before stays valid.
             UnsupportedOpError: two replicas of one process, or in a folder that all ranks share; a module has a state
-                beside its tensors (``get_extra_state``).
+                beside its tensors (``get_extra_state``), or other tensors than the step was made for.
             ValueError: nothing has been planned yet, ``extra`` is none, ``keep`` is not positive, or ``replicas``
                 neither 1 nor 2.
         """
@@ -209,6 +213,8 @@ class StepValues(Machinery):
         self._holdings.settle_all()
         checkpoints, changing = self._checkpoints(folder), self._changing(states)
         with self.ranks.together() if self.ranks else contextlib.nullcontext():
+            # What a model has been given since is in no file.
+            states.covers.require_own()
             extra = {} if extra is None else extra
             return checkpoints.save(
                 states, changing, extra, keep=keep, blocking=blocking, replicas=replicas
@@ -231,14 +237,14 @@ class StepValues(Machinery):
         Raises:
             CheckpointError: there is none, it is damaged, or it is of another run. Nothing has changed then.
             StorageError: another job saves there, or a value cannot be kept.
+            UnsupportedOpError: the model has other tensors than the step was made for.
             ValueError: nothing has been planned yet.
         """
         checkpoints = self._checkpoints(folder)
-        with (
-            self.ranks.together() if self.ranks else contextlib.nullcontext(),
-            self._restoring() as states,
-        ):
-            return checkpoints.load(states, self._changing(states))
+        with self.ranks.together() if self.ranks else contextlib.nullcontext():
+            self._open_states(whole=False).covers.require_own()
+            with self._restoring() as states:
+                return checkpoints.load(states, self._changing(states))
 
     @contextlib.contextmanager
     def _restoring(self) -> Iterator[States]:

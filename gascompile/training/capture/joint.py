@@ -51,7 +51,7 @@ from gascompile.training.capture.own_kernels import own_kernels, uncompiled
 from gascompile.training.capture.trace_errors import in_words
 from gascompile.training.capture.trace_substitutes import TraceSubstitutes
 from gascompile.training.capture.traced_call import TracedModel, without_copies
-from gascompile.training.capture.traced_loss import MODEL, OUTSIDE, LossFunction, TracedLoss
+from gascompile.training.capture.traced_loss import MODEL, OUTSIDE, LossFunction, TracedLoss, apart
 from gascompile.training.state.aliasing import Storages, View, named_tensors, places
 
 _NO_TENSOR = "the loss uses a {}, which has no place in a plan; to draw, leave generator= out"
@@ -245,7 +245,7 @@ def _traced(wrapped: nn.Module, leaves: list[Any]) -> fx.GraphModule:
             # The fused kernel hands its backward pass a workspace that no trace has.
             stack.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
             torch._C._set_mkldnn_enabled(False)
-        joint = aot_export_joint_with_descriptors(stack, wrapped, tuple(leaves), decompositions={})
+        joint = aot_export_joint_with_descriptors(stack, wrapped, apart(leaves), decompositions={})
         graph_module = joint.graph_module
     assert isinstance(graph_module, fx.GraphModule)
     drop_tokens(graph_module.graph)

@@ -114,3 +114,17 @@ def _require_in_place(own: list[tuple[dict[str, Any], str, torch.Tensor]]) -> No
                 f"the model assigns its '{leaf}' anew, which a planned step would not keep; change it in place, as by "
                 f"self.{leaf}.copy_(value)"
             )
+
+
+def apart(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """Return a batch's leaves, each a tensor of its own: AOTAutograd would take one that comes twice for one input.
+
+    It does where a model writes to a buffer that has two names.
+    """
+    seen: set[int] = set()
+    made = []
+    for leaf in leaves:
+        is_again = isinstance(leaf, torch.Tensor) and id(leaf) in seen
+        seen.add(id(leaf))
+        made.append(leaf.detach().requires_grad_(leaf.requires_grad) if is_again else leaf)
+    return tuple(made)

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from gascompile.core import serial
 from gascompile.core.errors import CheckpointError, FormatError, StorageError, UnsupportedOpError
 from gascompile.core.files import open_lock, open_regular
@@ -26,7 +24,7 @@ from gascompile.runtime.transfer.copying import write_all
 from gascompile.training.optimizers.kept_state import KeptState, kept_tensors, kept_values
 from gascompile.training.state.checkpoint_entries import entries_of, random_numbers
 from gascompile.training.state.extra_values import TAGGED, encoded
-from gascompile.training.state.open_optimizer import listed, plain_group
+from gascompile.training.state.open_optimizer import group_of_file, listed, plain_group
 from gascompile.training.state.pieces import Stored, stored_in
 from gascompile.training.state.run_state import STATE, read_state
 from gascompile.training.state.tensor_files import (
@@ -277,7 +275,8 @@ class CheckpointFolder:
         states.generation += 1
         states.written.clear()
         read_tensors(loading.stored, loading.entries, states.persistent)
-        groups = [plain_group(group) for group in state["param_groups"]]
+        own = listed(states.optimizer)["param_groups"]
+        groups = [group_of_file(*pair) for pair in zip(state["param_groups"], own, strict=True)]
         kept = {"state": loading.kept.state} if "optimizer_state" in state else {}
         states.load_groups(groups, **kept)
         counts = {name: state["updates"].get(name, 0) for name in states.counts}
@@ -351,11 +350,7 @@ def state_json(states: States, extra: Mapping[str, Any]) -> bytes:
         ValueError: ``extra`` holds what no checkpoint can.
     """
     written, is_tagged = encoded(extra)
-    groups = listed(states.optimizer)["param_groups"]
-    plain = [
-        {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in group.items()}
-        for group in groups
-    ]
+    plain = [plain_group(group) for group in listed(states.optimizer)["param_groups"]]
     state = {
         "step": states.num_steps,
         "num_batches": states.num_batches,

@@ -100,8 +100,7 @@ class Covers:
             OpenStepError: a gradient was computed outside of the step.
             UnsupportedOpError: the model has changed.
         """
-        if not self._is_as_seen() or self._asked_of_now() != self._asked:
-            self._require_same()
+        self.require_own()
         # Asked in Python, each tensor would answer by a function of torch's.
         with torch._C.DisableTorchFunctionSubclass():
             given = next((c for c in self._covers if c.is_open and c.tensor.grad is not None), None)
@@ -112,6 +111,15 @@ class Covers:
                 f"'{given.name}' has a gradient from outside of the step, which no update would use; put what it "
                 "is of into loss_fn, or call zero_grad()"
             )
+
+    def require_own(self) -> None:
+        """Refuse a model that has other tensors than those that the step has.
+
+        Raises:
+            UnsupportedOpError: the model has changed.
+        """
+        if not self._is_as_seen() or self._asked_of_now() != self._asked:
+            self._require_same()
 
     def _require_same(self) -> None:
         count = sum(len(m._parameters) + len(m._buffers) for m in self.modules)

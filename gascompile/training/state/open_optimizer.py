@@ -108,10 +108,29 @@ def restore(optimizer: torch.optim.Optimizer, state: State) -> None:
 
 
 def plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group of a file as torch has it: pairs are tuples."""
-    return {
-        key: tuple(value)
-        if isinstance(value, list) and key not in ("params", "param_names")
-        else value
-        for key, value in group.items()
-    }
+    """Return a group as a file has it: numbers in the place of tensors, which may be parts of tuples."""
+    return {key: _plain(value) for key, value in group.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def group_of_file(group: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group of a file as torch has it: tensors, lists and tuples where ``own``, the group of now, has such.
+
+    Lists that it does not have are tuples, as most of torch's are.
+    """
+    return {key: _like(value, own.get(key, ())) for key, value in group.items()}
+
+
+def _like(value: Any, own: Any) -> Any:
+    if isinstance(own, torch.Tensor):
+        return torch.tensor(value, dtype=own.dtype, device=own.device)
+    if not isinstance(value, list):
+        return value
+    parts = own if isinstance(own, (list, tuple)) and len(own) == len(value) else [()] * len(value)
+    made = [_like(*pair) for pair in zip(value, parts, strict=True)]
+    return made if isinstance(own, list) else tuple(made)
