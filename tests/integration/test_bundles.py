@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -22,6 +23,7 @@ from gascompile.core.errors import UnsupportedOpError
 from gascompile.core.files import exchange
 from tests.fuzz.mutate import sign
 from tests.integration.net import Build
+from tests.training.runs import MACHINE
 
 
 @pytest.fixture
@@ -212,3 +214,21 @@ def test_folders_are_exchanged_at_once(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         exchange(one, tmp_path / "nothing")
     assert (one / "other").exists()
+
+
+def test_embeddings_of_limited_norm(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(10, 4, max_norm=0.5), nn.Linear(4, 4)).eval()
+    twin, tokens = copy.deepcopy(model), torch.tensor([[1, 2, 9]])
+    with gascompile.compile(
+        model, "1MiB", (tokens,), machine=MACHINE, cache_dir=tmp_path / "cache"
+    ) as compiled:
+        compiled.save(tmp_path / "bundle")
+    with (
+        gascompile.load(tmp_path / "bundle", any_machine=True, cache_dir=tmp_path) as loaded,
+        torch.no_grad(),
+    ):
+        for given in (tokens, tokens + 0, tokens.flip(1) - 1):
+            assert torch.equal(loaded(given), twin(given))
+        with pytest.raises(UnsupportedOpError, match="out of range"):
+            loaded(torch.tensor([[0, 10, 1]]))

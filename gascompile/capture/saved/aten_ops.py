@@ -35,7 +35,7 @@ conv_transpose2d conv_transpose3d convolution copy copy_ copysign copysign_ corr
 cosine_embedding_loss cosine_similarity count_nonzero cov cross cross_entropy_loss cummax cummin cumprod
 cumprod_ cumsum cumsum_ cumulative_trapezoid deg2rad deg2rad_ det detach detach_ detach_copy diag diag_embed
 diagflat diagonal diagonal_copy diagonal_scatter diff digamma digamma_ dist div div_ divide divide_ dot
-dropout dropout_ dsplit dstack einsum elu elu_ embedding embedding_bag empty empty_like empty_permuted
+dropout dropout_ dsplit dstack einsum elu elu_ embedding embedding_bag embedding_renorm_ empty empty_like empty_permuted
 empty_strided eq eq_ erf erf_ erfc erfc_ erfinv erfinv_ exp exp2 exp2_ exp_ expand expand_as expand_copy expm1
 expm1_ exponential exponential_ eye feature_alpha_dropout feature_alpha_dropout_ feature_dropout
 feature_dropout_ fft_fft fft_fft2 fft_fftfreq fft_fftn fft_fftshift fft_hfft fft_hfft2 fft_hfftn fft_ifft
