@@ -57,7 +57,8 @@ def layers(cache: Path, *, toy: bool) -> tuple[float, float]:
     batch = torch.randn(16, width)
 
     def loss_of(of: nn.Module, given: torch.Tensor) -> torch.Tensor:
-        return of(given).square().mean()
+        loss: torch.Tensor = of(given).square().mean()
+        return loss
 
     return _step(model, loss_of, budget, batch, cache)
 

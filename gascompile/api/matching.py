@@ -148,7 +148,7 @@ def follow_shapes(given: Sequence[Any], own: Mapping[int, torch.Tensor]) -> None
             same_memory_there = view.data_ptr() == value.data_ptr()
             same_shape = view.shape == value.shape and strides_of(view) == strides_of(value)
             if not (same_shape and same_memory_there):
-                value.set_(view)
+                value.set_(view)  # type: ignore[call-overload]  # torch's stubs know storages alone
 
 
 def _layout_mismatch(value: torch.Tensor, expected: InputSpec) -> str | None:

@@ -78,8 +78,10 @@ def _itself(node: torch.fx.Node) -> torch.fx.Node:
     while isinstance(node.target, torch._ops.OpOverload):
         schema = node.target._schema
         written = [i for i, of in enumerate(schema.arguments) if of.is_write]
-        is_one = len(schema.returns) == 1 and schema.returns[0].alias_info is not None
-        if not (is_one and schema.returns[0].alias_info.is_write and written == [0] and node.args):
+        returns = [of.alias_info for of in schema.returns]
+        is_itself = len(returns) == 1 and returns[0] is not None and returns[0].is_write
+        operand = node.args[0] if is_itself and written == [0] and node.args else None
+        if not isinstance(operand, torch.fx.Node):
             break
-        node = node.args[0]
+        node = operand
     return node

@@ -21,6 +21,11 @@ SITES = ("one", "all", "parts")
 OBJECTIVES = ("time", "energy")
 
 
+def is_number(value: object) -> bool:
+    """Return whether an option is a number, of NumPy as well."""
+    return isinstance(value, Real)
+
+
 def default_cache_dir() -> Path:
     """Return ``$GASCOMPILE_CACHE_DIR``, else ``gascompile`` in the user's cache folder."""
     given = os.environ.get(CACHE_VARIABLE)
@@ -92,9 +97,9 @@ class CompileConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cache_dir", own_cache(self.cache_dir.expanduser()))
-        if not (isinstance(self.time_limit_s, Real) and self.time_limit_s > 0):
+        if not (is_number(self.time_limit_s) and self.time_limit_s > 0):
             raise ValueError(f"time_limit_s must be positive, not {self.time_limit_s!r}")
-        if not (isinstance(self.mip_gap, Real) and 0 <= self.mip_gap < 1):
+        if not (is_number(self.mip_gap) and 0 <= self.mip_gap < 1):
             raise ValueError(f"mip_gap is a fraction in [0, 1), not {self.mip_gap!r}")
         if self.weights not in (None, *WEIGHT_FORMS):
             raise ValueError(
@@ -110,7 +115,7 @@ class CompileConfig:
             raise ValueError(f"objective is one of {', '.join(OBJECTIVES)}, not {self.objective!r}")
         if self.on_exceed not in ON_EXCEED:
             raise ValueError(f"on_exceed is one of {', '.join(ON_EXCEED)}, not {self.on_exceed!r}")
-        if not (isinstance(self.fuse_runs, Real) and self.fuse_runs >= 0):
+        if not (is_number(self.fuse_runs) and self.fuse_runs >= 0):
             raise ValueError(f"fuse_runs is a number of runs, not {self.fuse_runs!r}")
 
     @property

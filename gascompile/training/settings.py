@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any, Literal
 
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gascompile.core.config import is_number
 from gascompile.core.errors import CaptureError, NanLossError, PlanMismatchError
 from gascompile.core.ranks import RankLayout, StageLayout
 from gascompile.training.optimizers.optimizers import STATE_FORMS, StateForm
@@ -60,7 +60,7 @@ class Settings:
                 f"accumulate={self.accumulate!r}; it is a number of batches, from 1 on"
             )
         limit = self.max_grad_norm
-        if limit is not None and not (isinstance(limit, Real) and limit > 0):
+        if limit is not None and not (is_number(limit) and limit > 0):
             raise ValueError(f"max_grad_norm={limit!r}; it is a number, of more than 0")
         if self.on_nan not in _ON_NAN:
             raise ValueError(f"on_nan={self.on_nan!r}; it is one of {', '.join(_ON_NAN)}")

@@ -44,8 +44,9 @@ def _converts(node: torch.fx.Node, argument: torch.fx.Node) -> bool:
     if getattr(node.target, "overloadpacket", None) is not torch.ops.aten.to:
         return False
     given, made = argument.meta.get("val"), node.meta.get("val")
-    both = isinstance(given, torch.Tensor) and isinstance(made, torch.Tensor)
-    return both and given.dtype != made.dtype
+    if not isinstance(given, torch.Tensor) or not isinstance(made, torch.Tensor):
+        return False
+    return given.dtype != made.dtype
 
 
 def _may_return_a_view(node: torch.fx.Node, argument: torch.fx.Node) -> bool:

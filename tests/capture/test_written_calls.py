@@ -116,8 +116,8 @@ def _other_order(self: Plain, by: torch.Tensor, x: torch.Tensor) -> torch.Tensor
 
 
 def test_a_forward_that_comes_later_sees_calls_as_they_are_written(tmp_path: Path) -> None:
-    model, x = Plain(), torch.randn(2, 8)
-    own = model.forward
+    model: Any = Plain()
+    x, own = torch.randn(2, 8), model.forward
     with _compiled(model, tmp_path) as compiled, torch.no_grad():
         torch.testing.assert_close(compiled(x), model(x))
         model.forward = lambda *args, **named: own(*(2 * value for value in args), **named)
@@ -142,7 +142,8 @@ def test_the_forward_of_a_class_may_be_another_later(
 def test_a_forward_that_leads_to_the_compiled_model_has_the_names_of_its_own(
     tmp_path: Path,
 ) -> None:
-    model, x, by = Plain(), torch.randn(2, 8), torch.randn(8)
+    model: Any = Plain()
+    x, by = torch.randn(2, 8), torch.randn(8)
     with _compiled(model, tmp_path) as compiled, torch.no_grad():
         wanted = model(x, by)
         model.forward = functools.partial(compiled)

@@ -49,7 +49,7 @@ def _some(x: Value) -> bool:
 
 def _broadcasts(x: Value, y: Value) -> bool:
     try:
-        return torch.broadcast_shapes(x.shape, y.shape) == x.shape
+        return bool(torch.broadcast_shapes(x.shape, y.shape) == x.shape)
     except RuntimeError:
         return False
 
@@ -59,7 +59,7 @@ def _alike(x: Value, y: Value) -> bool:
 
 
 def _wide(x: Value) -> bool:
-    return x.dim() >= 1 and x.shape[-1] == 8
+    return x.dim() >= 1 and int(x.shape[-1]) == 8
 
 
 def _set_rows(x: Value) -> Value:
@@ -122,6 +122,8 @@ WRITES = (
 
 class Program(nn.Module):
     """Runs lines over its inputs, a weight and a buffer, and returns some of the values."""
+
+    kept: Value
 
     def __init__(self, lines: tuple[Line, ...], results: tuple[int, ...]) -> None:
         super().__init__()

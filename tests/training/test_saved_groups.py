@@ -160,6 +160,8 @@ def test_what_a_model_is_given_since_is_never_left_out(
 class TwoNames(nn.Module):
     """Writes to a buffer that has two names."""
 
+    mean: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
