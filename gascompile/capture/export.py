@@ -309,6 +309,13 @@ def _capture_error(model: nn.Module, error: Exception) -> CaptureError:
             "the model's control flow depends on tensor values: use torch.where there, "
             "or state what holds with torch._check, or compile the part of the model around it"
         )
+    elif not frames:
+        # No line of the model's: it ran through, and torch failed with what it had traced.
+        advice = (
+            "where the model itself runs on these example inputs, torch.export cannot follow it: an input that gets "
+            "another number of dimensions in place is one cause, write x = x.unsqueeze(0) for x.unsqueeze_(0); "
+            "otherwise compile its submodules one by one to find the part"
+        )
     else:
         advice = (
             "check that model(*args, **kwargs) itself runs on these example inputs; if it does, compile the "

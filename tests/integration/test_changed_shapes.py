@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import gascompile
-from gascompile.core.errors import UnsupportedOpError
+from gascompile.core.errors import CaptureError, UnsupportedOpError
 from tests.training.runs import MACHINE
 
 Code = Callable[[nn.Module, torch.Tensor], Any]
@@ -157,3 +157,13 @@ def test_an_op_without_a_name_is_refused(tmp_path: Path) -> None:
     model = By(lambda _, x: (x + 1).random_(1, 5))
     with pytest.raises(UnsupportedOpError, match=r"torch\.randint"):
         gascompile.compile(model, "1MiB", (_rows(),), machine=MACHINE, cache_dir=tmp_path)
+
+
+def _wider(_: Any, x: torch.Tensor) -> Any:
+    x.unsqueeze_(0)
+    return x + 1
+
+
+def test_what_torch_cannot_follow_is_told_what_to_write(tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match=r"x = x\.unsqueeze\(0\)"):
+        gascompile.compile(By(_wider), "1MiB", (_rows(),), machine=MACHINE, cache_dir=tmp_path)
