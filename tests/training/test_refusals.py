@@ -266,3 +266,19 @@ def test_nested_tensors_have_no_sizes_to_plan_for(tmp_path: Path) -> None:
             machine=MACHINE,
             cache_dir=tmp_path,
         )
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(None, None, 2)])
+def test_a_loss_that_changes_its_batch_is_refused(part: slice, tmp_path: Path) -> None:
+    def changes(model: nn.Module, batch: Any) -> torch.Tensor:
+        batch[0].mul_(2)
+        loss: torch.Tensor = model(batch[0]).mean() + batch[1].mean()
+        return loss
+
+    model, x = nn.Linear(8, 2), BATCH.clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(CaptureError, match="changes its batch in place"):
+        gascompile.compile_step(
+            model, changes, optimizer, "64MiB", (x, x[:, part]), machine=MACHINE, cache_dir=tmp_path
+        )
+    assert torch.equal(x, BATCH)

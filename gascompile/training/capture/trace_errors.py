@@ -24,6 +24,11 @@ def in_words(error: Exception, model: str) -> str:
             "it keeps a tensor that it computes, in a table, a cache or an attribute, and reads it in later calls; "
             "call loss_fn(model, batch) once before, for each kind of batch, so that it is there, or compute it anew"
         )
+    if "tracing_context.fake_mode must not be None" in reason:
+        # AOTAutograd makes them anew from the memory that they share, for which it asks a context.
+        reason = (
+            "it changes its batch in place, of which tensors share memory; let it change a clone"
+        )
     return f"cannot trace the loss of {model}{_place(error)}: {reason}"
 
 
