@@ -128,12 +128,15 @@ def as_planned(
     """
     given: list[Any] = []
     own: dict[int, torch.Tensor] = {}
+    views: dict[int, torch.Tensor] = {}
     for value, expected in zip(leaves, inputs, strict=True):
         if isinstance(value, torch.Tensor):
             shape = tuple(value.shape)
             stride = expected.strides_for(shape)
             if value.stride() != stride:
-                view = value.detach().as_strided(shape, stride)
+                view = views.get(id(value))
+                if view is None:
+                    view = views[id(value)] = value.detach().as_strided(shape, stride)
                 own[id(view)] = value
                 given.append(view)
                 continue

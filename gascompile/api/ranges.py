@@ -43,9 +43,7 @@ class Ranges:
     """Finds ranges for the calls of one model, and knows those that it cannot be captured for."""
 
     def __init__(self, model: nn.Module) -> None:
-        parameters = inspect.signature(model.forward).parameters.values()
-        self._names = positional_names(model)
-        self._rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
+        self._model = model
         self._refused: set[frozenset[tuple[int, int]]] = set()
 
     def attempts(
@@ -90,11 +88,14 @@ class Ranges:
             return None
         if kwargs:
             return kwargs
-        named = dict(zip(self._names, args, strict=False))
+        # As it is now: a model may be given another forward.
+        parameters = inspect.signature(self._model.forward).parameters.values()
+        of_rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
+        named = dict(zip(positional_names(self._model), args, strict=False))
         rest = args[len(named) :]
-        if rest and self._rest is None:
+        if rest and of_rest is None:
             return None
-        return named | ({self._rest: rest} if rest else {})
+        return named | ({of_rest: rest} if rest else {})
 
 
 def _in_structure(spec: pytree.TreeSpec, given: Iterator[Any]) -> Any:

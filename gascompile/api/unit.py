@@ -16,7 +16,7 @@ from gascompile.api.matching import Misfit, as_planned, misfit, require_inputs
 from gascompile.bundles.bundle import Bundle
 from gascompile.bundles.reuse import Basis
 from gascompile.capture.calls import Call, key_types
-from gascompile.capture.saved.call_types import unflatten
+from gascompile.capture.saved.call_types import has_size, unflatten
 from gascompile.capture.saved.program_io import load_treespec, needs_import
 from gascompile.capture.torch_settings import call_settings
 from gascompile.core.input_facts import facts_of
@@ -124,7 +124,12 @@ class Unit:
 
     def returned(self, outputs: tuple[Any, ...], call: Call) -> Any:
         """Return what the model returns at a call, whose tensors are ``outputs``."""
-        return give_back((*call.args, *call.kwargs.values()), unflatten(outputs, self.out_spec))
+        found = unflatten(outputs, self.out_spec, sizes=self._has_size)
+        return give_back((*call.args, *call.kwargs.values()), found)
+
+    @cached_property
+    def _has_size(self) -> bool:
+        return has_size(self.out_spec)
 
     @cached_property
     def written(self) -> tuple[torch.Tensor, ...]:

@@ -73,9 +73,12 @@ def _names_of(model: nn.Module, forward: Callable[..., Any] | None) -> tuple[str
     """Return the names for calls that end in ``forward``, set on the model, or in its class's."""
     is_own = forward is None
     if forward is None:
-        cls = type(model)
-        forward = inspect.getattr_static(cls, "forward").__get__(model, cls)
-    parameters = inspect.signature(forward).parameters.values()
+        cls, found = type(model), _of_class(type(model))
+        forward = found.__get__(model, cls) if hasattr(found, "__get__") else found
+    try:
+        parameters = inspect.signature(forward).parameters.values()
+    except (TypeError, ValueError):  # a builtin, which tells no names
+        return (ANY_NAMES,)
     takes_any = any(of.kind is inspect.Parameter.VAR_KEYWORD for of in parameters)
     names = _leading(parameters) if is_own and not _shows_calls(model) else ()
     return names + ((ANY_NAMES,) if takes_any else ())
@@ -94,13 +97,19 @@ class CallNames:
         if self._model is None:
             return self._names
         seen = self._what_counts(forward)
-        if any(new is not old for new, old in zip(seen, self._seen, strict=True)):
+        was = self._seen
+        if seen[0] is not was[0] or seen[1] is not was[1] or seen[2] is not was[2]:
             self._names, self._seen = _names_of(self._model, forward), seen
         return self._names
 
     def _what_counts(self, forward: Callable[..., Any] | None) -> tuple[Any, ...]:
         assert self._model is not None, "names of a bundle stay"
-        return forward, type(self._model).forward, _shows_calls(self._model)
+        return forward, _of_class(type(self._model)), _shows_calls(self._model)
+
+
+def _of_class(cls: type[nn.Module]) -> Any:
+    """Return the ``forward`` of a class as it stands there, the same object each time."""
+    return next(vars(base)["forward"] for base in cls.__mro__ if "forward" in vars(base))
 
 
 def _shows_calls(model: nn.Module) -> bool:
@@ -108,7 +117,7 @@ def _shows_calls(model: nn.Module) -> bool:
     if model._forward_pre_hooks or model._forward_hooks:
         return True
     cls = type(model)
-    return _shown_by(cls.__call__, cls.forward)
+    return _shown_by(cls.__call__, _of_class(cls))
 
 
 @functools.lru_cache(maxsize=_CLASSES)

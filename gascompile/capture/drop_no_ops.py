@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import Any
+
 import torch
 
 from gascompile.capture.constant_copies import drop_constant_copies
@@ -24,6 +27,13 @@ _CASTS = {
 }
 _NEW_OBJECTS = {torch.ops.aten.alias.default, torch.ops.aten.detach.default}
 """They return another tensor of the same memory, which has a shape of its own."""
+_MAY_RETURN_OPERANDS = {
+    getattr(torch.ops.aten, name)
+    for name in (
+        "contiguous", "to", "type_as", "resolve_conj", "resolve_neg", "real", "conj", "positive",
+        "atleast_1d", "atleast_2d", "atleast_3d",
+    )
+}  # fmt: skip
 _DROPOUTS = {
     torch.ops.aten.dropout.default,
     torch.ops.aten.feature_dropout.default,
@@ -35,8 +45,18 @@ _DROPOUTS = {
 
 def drop_no_ops(graph: torch.fx.Graph) -> None:
     """Remove assertions and what returns its input; eager does not compute them either."""
-    kept = _kept(graph)
+    _drop(graph, frozenset())
+    _drop(graph, _NEW_OBJECTS)
+    drop_constant_copies(graph)
+    graph.eliminate_dead_code(is_impure_node=has_effect)
+
+
+def _drop(graph: torch.fx.Graph, new_objects: Collection[Any]) -> None:
+    """Remove what returns its input; what returns another tensor of its memory is told once all else is gone."""
+    kept = _kept(graph) if new_objects else set()
     for node in list(graph.nodes):
+        if node.target in _NEW_OBJECTS and node.target not in new_objects:
+            continue
         if node.target in _ASSERTS:
             graph.erase_node(node)
         elif node.target in _DROPOUTS and (not node.args[1] or node.args[2] is False):
@@ -58,8 +78,6 @@ def drop_no_ops(graph: torch.fx.Graph) -> None:
             ):
                 node.replace_all_uses_with(node.args[0])
                 graph.erase_node(node)
-    drop_constant_copies(graph)
-    graph.eliminate_dead_code(is_impure_node=has_effect)
 
 
 def _kept(graph: torch.fx.Graph) -> set[torch.fx.Node]:
@@ -74,13 +92,15 @@ def _kept(graph: torch.fx.Graph) -> set[torch.fx.Node]:
 
 
 def _itself(node: torch.fx.Node) -> torch.fx.Node:
-    """Return what made the tensor that ``node`` returns, past ops that return what they wrote to."""
+    """Return what made the tensor that ``node`` returns, past ops that return their operand, or may."""
     while isinstance(node.target, torch._ops.OpOverload):
         schema = node.target._schema
         written = [i for i, of in enumerate(schema.arguments) if of.is_write]
         returns = [of.alias_info for of in schema.returns]
         is_itself = len(returns) == 1 and returns[0] is not None and returns[0].is_write
-        operand = node.args[0] if is_itself and written == [0] and node.args else None
+        is_itself = is_itself and written == [0]
+        is_itself = is_itself or node.target.overloadpacket in _MAY_RETURN_OPERANDS
+        operand = node.args[0] if is_itself and node.args else None
         if not isinstance(operand, torch.fx.Node):
             break
         node = operand

@@ -251,7 +251,8 @@ def _require_writable(graph_module: torch.fx.GraphModule) -> None:
     Raises:
         UnsupportedOpError: one has no name.
     """
-    for node in graph_module.graph.nodes:
+    parts = [part for part in graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
+    for node in (node for part in parts for node in part.graph.nodes):
         if keyword.iskeyword(getattr(node.target, "_overloadname", "")):
             raise UnsupportedOpError(
                 f"op '{node.target}' has no name in Python code. Draw numbers of a range by torch.randint(low, high, "
@@ -310,11 +311,11 @@ def _capture_error(model: nn.Module, error: Exception) -> CaptureError:
             "or state what holds with torch._check, or compile the part of the model around it"
         )
     elif not frames:
-        # No line of the model's: it ran through, and torch failed with what it had traced.
+        # No line of the program's: an op of torch's modules has failed, or torch with what it had traced.
         advice = (
-            "where the model itself runs on these example inputs, torch.export cannot follow it: an input that gets "
-            "another number of dimensions in place is one cause, write x = x.unsqueeze(0) for x.unsqueeze_(0); "
-            "otherwise compile its submodules one by one to find the part"
+            "check that model(*args, **kwargs) itself runs on these example inputs; if it does, torch.export cannot "
+            "follow it: an input that gets another number of dimensions in place is one cause (write "
+            "x = x.unsqueeze(0) for x.unsqueeze_(0)); otherwise compile its submodules one by one"
         )
     else:
         advice = (

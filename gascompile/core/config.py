@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field
 from numbers import Real
@@ -21,9 +22,11 @@ SITES = ("one", "all", "parts")
 OBJECTIVES = ("time", "energy")
 
 
-def is_number(value: object) -> bool:
-    """Return whether an option is a number, of NumPy as well."""
-    return isinstance(value, Real)
+def number_of(value: object) -> float:
+    """Return an option as a number of Python's, also where it is one of NumPy's; NaN where it is none."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return math.nan
+    return value if isinstance(value, (int, float)) else float(value)
 
 
 def default_cache_dir() -> Path:
@@ -97,10 +100,13 @@ class CompileConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cache_dir", own_cache(self.cache_dir.expanduser()))
-        if not (is_number(self.time_limit_s) and self.time_limit_s > 0):
-            raise ValueError(f"time_limit_s must be positive, not {self.time_limit_s!r}")
-        if not (is_number(self.mip_gap) and 0 <= self.mip_gap < 1):
-            raise ValueError(f"mip_gap is a fraction in [0, 1), not {self.mip_gap!r}")
+        given = {name: getattr(self, name) for name in ("time_limit_s", "mip_gap", "fuse_runs")}
+        for name, value in given.items():
+            object.__setattr__(self, name, number_of(value))
+        if not self.time_limit_s > 0:
+            raise ValueError(f"time_limit_s must be positive, not {given['time_limit_s']!r}")
+        if not 0 <= self.mip_gap < 1:
+            raise ValueError(f"mip_gap is a fraction in [0, 1), not {given['mip_gap']!r}")
         if self.weights not in (None, *WEIGHT_FORMS):
             raise ValueError(
                 f"weights is one of {', '.join(WEIGHT_FORMS)}, or None for as stored, not {self.weights!r}"
@@ -115,8 +121,8 @@ class CompileConfig:
             raise ValueError(f"objective is one of {', '.join(OBJECTIVES)}, not {self.objective!r}")
         if self.on_exceed not in ON_EXCEED:
             raise ValueError(f"on_exceed is one of {', '.join(ON_EXCEED)}, not {self.on_exceed!r}")
-        if not (is_number(self.fuse_runs) and self.fuse_runs >= 0):
-            raise ValueError(f"fuse_runs is a number of runs, not {self.fuse_runs!r}")
+        if not self.fuse_runs >= 0:
+            raise ValueError(f"fuse_runs is a number of runs, not {given['fuse_runs']!r}")
 
     @property
     def has_sites(self) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gascompile.core.config import is_number
+from gascompile.core.config import number_of
 from gascompile.core.errors import CaptureError, NanLossError, PlanMismatchError
 from gascompile.core.ranks import RankLayout, StageLayout
 from gascompile.training.optimizers.optimizers import STATE_FORMS, StateForm
@@ -55,13 +55,19 @@ class Settings:
             ValueError: one cannot be.
         """
         # 1.5 would update at each third batch.
-        if type(self.accumulate) is not int or self.accumulate < 1:
+        count = number_of(self.accumulate)
+        if not (count >= 1 and float(count).is_integer()):
             raise ValueError(
                 f"accumulate={self.accumulate!r}; it is a number of batches, from 1 on"
             )
-        limit = self.max_grad_norm
-        if limit is not None and not (is_number(limit) and limit > 0):
-            raise ValueError(f"max_grad_norm={limit!r}; it is a number, of more than 0")
+        object.__setattr__(self, "accumulate", int(count))
+        if self.max_grad_norm is not None:
+            limit = number_of(self.max_grad_norm)
+            if not limit > 0:
+                raise ValueError(
+                    f"max_grad_norm={self.max_grad_norm!r}; it is a number, of more than 0"
+                )
+            object.__setattr__(self, "max_grad_norm", limit)
         if self.on_nan not in _ON_NAN:
             raise ValueError(f"on_nan={self.on_nan!r}; it is one of {', '.join(_ON_NAN)}")
         if self.states not in STATE_FORMS:

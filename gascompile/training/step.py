@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -267,15 +267,6 @@ class TrainingStep(StepValues):
                 lambda error: unit is not None and self._maker.learns(unit, error),
                 lambda error: unit is not None and self._drops(unit, error),
             )
-
-    @contextmanager
-    def _agreed(self) -> Iterator[None]:
-        """Tell other ranks of what is refused within, before they pair this rank's next batch with theirs."""
-        if self.ranks is None:
-            yield
-            return
-        with self.ranks.together(), self.ranks.planning():
-            yield
 
     def _drops(self, unit: StepUnit, error: BudgetExceededError) -> bool:
         """Return whether a plan that knows what was found may be tried: nothing has changed yet."""

@@ -160,11 +160,12 @@ class StepValues(Machinery):
             self._model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             return
+        with self._agreed():
+            self._open_states(whole=False).covers.require_own()
         if self.ranks is not None:
             leaves = pytree.tree_leaves([dict(state["model"]), state["optimizer"]])
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             self.ranks.alike("the state that is loaded", [tensor.cpu() for tensor in tensors])
-        self._open_states(whole=False).covers.require_own()
         with self._restoring() as states:
             states.load_state_dict(state)
 
@@ -212,9 +213,10 @@ class StepValues(Machinery):
         states = self._open_states()
         self._holdings.settle_all()
         checkpoints, changing = self._checkpoints(folder), self._changing(states)
-        with self.ranks.together() if self.ranks else contextlib.nullcontext():
+        with self._agreed():
             # What a model has been given since is in no file.
             states.covers.require_own()
+        with self.ranks.together() if self.ranks else contextlib.nullcontext():
             extra = {} if extra is None else extra
             return checkpoints.save(
                 states, changing, extra, keep=keep, blocking=blocking, replicas=replicas
@@ -241,10 +243,23 @@ class StepValues(Machinery):
             ValueError: nothing has been planned yet.
         """
         checkpoints = self._checkpoints(folder)
-        with self.ranks.together() if self.ranks else contextlib.nullcontext():
+        with self._agreed():
             self._open_states(whole=False).covers.require_own()
+        with self.ranks.together() if self.ranks else contextlib.nullcontext():
+            if self.ranks is not None:
+                # Where one refuses, no other has begun to restore.
+                self.ranks.alike("loading")
             with self._restoring() as states:
                 return checkpoints.load(states, self._changing(states))
+
+    @contextlib.contextmanager
+    def _agreed(self) -> Iterator[None]:
+        """Tell other ranks of what is refused within, before they pair what this rank does next with it."""
+        if self.ranks is None:
+            yield
+            return
+        with self.ranks.together(), self.ranks.planning():
+            yield
 
     @contextlib.contextmanager
     def _restoring(self) -> Iterator[States]:

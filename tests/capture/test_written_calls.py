@@ -13,6 +13,7 @@ from torch import nn
 
 import gascompile
 from gascompile import CompiledModel
+from gascompile.core.errors import CaptureError
 from tests.training.runs import MACHINE
 
 
@@ -137,6 +138,39 @@ def test_the_forward_of_a_class_may_be_another_later(
         torch.testing.assert_close(compiled(by, x), model(by, x))
         monkeypatch.setattr(Plain, "forward", _doubled(_other_order))
         torch.testing.assert_close(compiled(by, x), model(by, x))
+
+
+def _scaled(by: float, x: torch.Tensor) -> torch.Tensor:
+    return x * by
+
+
+class Partial(nn.Module):
+    """Its forward is no function, and gets no model."""
+
+    forward = functools.partial(_scaled, 2.0)
+
+
+def test_forwards_that_are_no_functions(tmp_path: Path) -> None:
+    model, x = Plain(), torch.randn(2, 8)
+    with _compiled(Partial(), tmp_path) as compiled:
+        assert torch.equal(compiled(x), 2 * x)
+    with _compiled(model, tmp_path) as compiled, torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x))
+        vars(model)["forward"] = torch.relu
+        with pytest.raises(CaptureError, match="no signature found"):
+            compiled(x)
+
+
+def test_sizes_vary_with_a_forward_that_comes_later(tmp_path: Path) -> None:
+    model = Plain()
+    own = model.forward
+    with _compiled(model, tmp_path) as compiled, torch.no_grad():
+        compiled(torch.randn(2, 8))
+        vars(model)["forward"] = lambda *args: own(*(2 * value for value in args))
+        for count in (2, 5, 9, 3, 7):
+            x = torch.randn(count, 8)
+            torch.testing.assert_close(compiled(x), model(x))
+        assert len(compiled._gascompile.units) < 5
 
 
 def test_a_forward_that_leads_to_the_compiled_model_has_the_names_of_its_own(

@@ -130,8 +130,24 @@ def saves(folder: Path) -> dict[str, Any]:
         found["differing"] = step.load(folder / "differing")
         found["partly"] = partly(step, folder)
         found["replicas"] = replicas(step, folder)
+        found["changed"] = changed(step, folder)
         found["dcp"] = told(lambda: saves_by_dcp(step, folder))
     return found
+
+
+def changed(step: TrainingStep, folder: Path) -> list[str]:
+    """Return what is said where one rank's model has got a buffer since, on which it is taken away again."""
+    state, model = step.state_dict(), step._model
+    if RANK == 1:
+        model.register_buffer("more", torch.ones(1))
+    said = [
+        told(lambda: step.save(folder / "differing")),
+        told(lambda: step.load(folder / "differing")),
+        told(lambda: step.load_state_dict(state)),
+    ]
+    if RANK == 1:
+        del model.more
+    return [*said, told(lambda: step.load(folder / "differing")), told(lambda: step(batch(5)))]
 
 
 def saves_by_dcp(step: TrainingStep, folder: Path) -> None:

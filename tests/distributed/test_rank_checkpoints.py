@@ -271,3 +271,11 @@ def test_a_checkpoint_is_no_pickle(run: Run, tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         CheckpointReader(tmp_path).read_metadata()
+
+
+def test_a_model_that_one_rank_has_changed_ends_no_job(run: Run) -> None:
+    own, other = (rank["changed"] for rank in reversed(found(run, "saves")))
+    for refused, told in zip(own[:3], other[:3], strict=True):
+        assert refused.startswith("UnsupportedOpError") and "other modules" in refused
+        assert told.startswith("RankMismatchError: rank 1 cannot do what all are about to")
+    assert own[3:] == other[3:] == ["", ""]

@@ -64,6 +64,21 @@ def _two_of_one(_: Any, x: torch.Tensor) -> Any:
     return h, z
 
 
+def _cast(_: Any, x: torch.Tensor) -> Any:
+    h = x + 1
+    return h, h.detach().to(h.dtype)
+
+
+def _dropped(_: Any, x: torch.Tensor) -> Any:
+    h = x + 1
+    return h, functional.dropout(h.detach(), training=False)
+
+
+def _contiguous(_: Any, x: torch.Tensor) -> Any:
+    h = x + 1
+    return h, h.detach().contiguous(), h.float()
+
+
 def _sizes(_: Any, x: torch.Tensor) -> Any:
     return x * 2, x.shape, {"of": [x.size()[1:]]}
 
@@ -89,6 +104,9 @@ CASES: dict[str, tuple[Code, Callable[[], torch.Tensor]]] = {
     "an alias": (_alias, _rows),
     "a detached weight": (_of_weight, _rows),
     "two tensors of one memory": (_two_of_one, _rows),
+    "a cast that changes nothing": (_cast, _rows),
+    "a dropout that drops nothing": (_dropped, _rows),
+    "what is contiguous": (_contiguous, _rows),
     "sizes": (_sizes, _rows),
     "an input": (_input, _rows),
     "an input of one row": (_input, _odd_row),
@@ -133,6 +151,21 @@ def test_results_and_what_is_left_are_eagers(name: str, tmp_path: Path) -> None:
             assert model.layer.weight.stride() == twin.layer.weight.stride()
 
 
+def test_one_row_twice(tmp_path: Path) -> None:
+    def turned(_: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.t_()
+        return x + y
+
+    class Two(By):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:  # type: ignore[override]
+            return turned(self, x, y)
+
+    own, others = _odd_row(), _odd_row()
+    with gascompile.compile(Two(_sizes), "1MiB", machine=MACHINE, cache_dir=tmp_path) as compiled:
+        assert torch.equal(compiled(own, own), Two(_sizes)(others, others))
+    assert own.shape == others.shape == (8, 1)
+
+
 def test_a_weight_in_another_type_is_no_state(tmp_path: Path) -> None:
     def added(model: Any, x: torch.Tensor) -> Any:
         weight = model.layer.weight.to(torch.float64)
@@ -150,11 +183,21 @@ def test_a_weight_in_another_type_is_no_state(tmp_path: Path) -> None:
             assert _facts(compiled(x)) == _facts(twin(x))
 
 
+def _ranged(_: Any, x: torch.Tensor) -> Any:
+    return (x + 1).random_(1, 5)
+
+
+def _ranged_within(_: Any, x: torch.Tensor) -> Any:
+    with torch.autocast("cpu", enabled=False):
+        return (x + 1).random_(1, 5)
+
+
 @pytest.mark.filterwarnings(
     "ignore:Unable to execute the generated:UserWarning"
 )  # torch's, which cannot
-def test_an_op_without_a_name_is_refused(tmp_path: Path) -> None:
-    model = By(lambda _, x: (x + 1).random_(1, 5))
+@pytest.mark.parametrize("by", [_ranged, _ranged_within])
+def test_an_op_without_a_name_is_refused(by: Code, tmp_path: Path) -> None:
+    model = By(by)
     with pytest.raises(UnsupportedOpError, match=r"torch\.randint"):
         gascompile.compile(model, "1MiB", (_rows(),), machine=MACHINE, cache_dir=tmp_path)
 

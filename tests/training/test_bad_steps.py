@@ -7,6 +7,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -136,6 +137,9 @@ def test_an_optimizer_of_another_model(tmp_path: Path) -> None:
         ({"accumulate": 0}, "accumulate=0"),
         ({"accumulate": 1.5}, "accumulate=1.5"),
         ({"accumulate": "2"}, "accumulate='2'"),
+        ({"accumulate": True}, "accumulate=True"),
+        ({"accumulate": float("inf")}, "accumulate=inf"),
+        ({"max_grad_norm": True}, "max_grad_norm=True"),
         ({"max_grad_norm": "1"}, "max_grad_norm='1'"),
         ({"rows": "even"}, "rows='even'"),
         ({"time_limit_s": "5"}, "time_limit_s must be positive, not '5'"),
@@ -149,6 +153,19 @@ def test_an_optimizer_of_another_model(tmp_path: Path) -> None:
 def test_options_that_cannot_be(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         _compile(tmp_path, Net(), **options)
+
+
+def test_numbers_of_numpy(tmp_path: Path) -> None:
+    options = {
+        "accumulate": np.int64(2),
+        "max_grad_norm": np.float32(1),
+        "mip_gap": np.float32(0.02),
+    }
+    model = Net()
+    with _compile(tmp_path, model, **options) as step:
+        first, second = step(torch.ones(4, 16)), step(torch.ones(4, 16))
+        assert torch.equal(first, second)  # which ends with the update
+        assert not torch.equal(step(torch.ones(4, 16)), first)
 
 
 def test_the_first_batch_is_planned_for_without_an_example(tmp_path: Path) -> None:

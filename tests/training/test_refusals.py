@@ -277,7 +277,7 @@ def test_a_loss_that_changes_its_batch_is_refused(part: slice, tmp_path: Path) -
 
     model, x = nn.Linear(8, 2), BATCH.clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(CaptureError, match="changes its batch in place"):
+    with pytest.raises(CaptureError, match=r"in place.*let it change a clone"):
         gascompile.compile_step(
             model, changes, optimizer, "64MiB", (x, x[:, part]), machine=MACHINE, cache_dir=tmp_path
         )

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gascompile import compile_step
-from gascompile.core.errors import UnsupportedOpError
+from gascompile.core.errors import CheckpointError, UnsupportedOpError
 from tests.training.runs import MACHINE
 
 
@@ -60,6 +60,12 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 
 
+def _types(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [type(value), *map(_types, value)]
+    return type(value)
+
+
 def _decay(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         group["lr"] *= 0.9  # in place where it is a tensor
@@ -93,8 +99,8 @@ def test_groups_come_back_as_they_were(name: str, tmp_path: Path) -> None:
             step(batch)
             _decay(optimizer)
     (own,), (other,) = optimizer.param_groups, theirs.param_groups
-    assert {key: type(value) for key, value in own.items()} == {
-        key: type(value) for key, value in other.items()
+    assert {key: _types(value) for key, value in own.items()} == {
+        key: _types(value) for key, value in other.items()
     }
     assert {k: v for k, v in own.items() if k != "params"} == {
         k: v for k, v in other.items() if k != "params"
@@ -194,3 +200,20 @@ def test_one_tensor_twice_in_a_batch(tmp_path: Path) -> None:
             theirs.step()
             assert torch.equal(step(batch), wanted.detach())
     assert torch.equal(model.mean, twin.mean)
+
+
+def test_a_checkpoint_without_a_number_for_a_tensor_changes_nothing(tmp_path: Path) -> None:
+    model, batch = Net(), torch.ones(4, 8)
+    optimizer = torch.optim.AdamW([{"params": model.parameters(), "mark": "a"}], fused=True)
+    with _step(model, optimizer, tmp_path) as step:
+        step(batch)
+        step.save(tmp_path / "saved")
+    fresh = Net()
+    optimizer = torch.optim.AdamW(
+        [{"params": fresh.parameters(), "mark": torch.tensor(1.0)}], fused=True
+    )
+    with _step(fresh, optimizer, tmp_path) as step:
+        with pytest.raises(CheckpointError, match="a tensor where the checkpoint has 'a'"):
+            step.load(tmp_path / "saved")
+        assert torch.equal(step.state_dict()["model"]["layer.weight"], Net().layer.weight)
+        step(batch)

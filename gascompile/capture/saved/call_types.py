@@ -111,14 +111,24 @@ def check_registered(text: str) -> None:
             )
 
 
-def unflatten(leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
+def has_size(spec: pytree.TreeSpec) -> bool:
+    """Return whether a structure holds a ``torch.Size``."""
+    return spec.type is torch.Size or any(map(has_size, spec.children()))
+
+
+def unflatten(leaves: Sequence[Any], spec: pytree.TreeSpec, *, sizes: bool = True) -> Any:
     """Return a result in its structure, with sizes as ``torch.Size``, of which torch makes tuples.
+
+    Args:
+        leaves: of the result.
+        spec: its structure.
+        sizes: False where it is known that the structure ``has_size`` not.
 
     Raises:
         FormatError: a type of it does not take the parts that a file says it has.
     """
     try:
-        if len(leaves) == spec.num_leaves and _has_size(spec):
+        if sizes and len(leaves) == spec.num_leaves and has_size(spec):
             return _with_sizes(iter(leaves), spec)
         return pytree.tree_unflatten(leaves, spec)
     except (TypeError, ValueError, LookupError, AttributeError) as error:
@@ -126,10 +136,6 @@ def unflatten(leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
             f"the results do not make what the program returns ({type(error).__name__}: {error}); save it again with "
             "the library that defines the type"
         ) from error
-
-
-def _has_size(spec: pytree.TreeSpec) -> bool:
-    return spec.type is torch.Size or any(map(_has_size, spec.children()))
 
 
 def _with_sizes(leaves: Iterator[Any], spec: pytree.TreeSpec) -> Any:

@@ -26,9 +26,7 @@ def in_words(error: Exception, model: str) -> str:
         )
     if "tracing_context.fake_mode must not be None" in reason:
         # AOTAutograd makes them anew from the memory that they share, for which it asks a context.
-        reason = (
-            "it changes its batch in place, of which tensors share memory; let it change a clone"
-        )
+        reason = "it changes a tensor of its batch in place, with which others share memory; let it change a clone"
     return f"cannot trace the loss of {model}{_place(error)}: {reason}"
 
 

@@ -117,9 +117,10 @@ def _require_in_place(own: list[tuple[dict[str, Any], str, torch.Tensor]]) -> No
 
 
 def apart(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """Return a batch's leaves, each a tensor of its own: AOTAutograd would take one that comes twice for one input.
+    """Return a batch's leaves, each a tensor of its own.
 
-    It does where a model writes to a buffer that has two names.
+    AOTAutograd makes one input of a tensor that comes twice once anything that comes twice is written to, such as a
+    buffer of two names.
     """
     seen: set[int] = set()
     made = []

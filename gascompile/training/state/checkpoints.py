@@ -61,6 +61,8 @@ class Loading:
     stored: dict[str, Stored]
     entries: dict[str, Entry]
     kept: KeptState
+    groups: list[dict[str, Any]]
+    """Of the optimizer."""
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -259,7 +261,11 @@ class CheckpointFolder:
             raise CheckpointError(
                 f"{newest} is of {state['optimizer']}, the optimizer is {type(states.optimizer).__name__}"
             )
-        return Loading(folder=newest, state=state, stored=stored, entries=entries, kept=kept)
+        own = listed(states.optimizer)["param_groups"]
+        groups = [group_of_file(*pair) for pair in zip(state["param_groups"], own, strict=True)]
+        return Loading(
+            folder=newest, state=state, stored=stored, entries=entries, kept=kept, groups=groups
+        )
 
     def _stored(self, newest: Path) -> dict[str, Stored]:
         """Return the tensors of a checkpoint; raises ``CheckpointError``."""
@@ -275,10 +281,8 @@ class CheckpointFolder:
         states.generation += 1
         states.written.clear()
         read_tensors(loading.stored, loading.entries, states.persistent)
-        own = listed(states.optimizer)["param_groups"]
-        groups = [group_of_file(*pair) for pair in zip(state["param_groups"], own, strict=True)]
         kept = {"state": loading.kept.state} if "optimizer_state" in state else {}
-        states.load_groups(groups, **kept)
+        states.load_groups(loading.groups, **kept)
         counts = {name: state["updates"].get(name, 0) for name in states.counts}
         states.forget(counts, frozenset(state["pending"]))
         states.num_steps, states.num_batches = state["step"], state["num_batches"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from gascompile.core.errors import CheckpointError
 from gascompile.core.machinery import Machinery
 
 State = dict[str, Any]
@@ -122,15 +123,25 @@ def group_of_file(group: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str,
     """Return a group of a file as torch has it: tensors, lists and tuples where ``own``, the group of now, has such.
 
     Lists that it does not have are tuples, as most of torch's are.
+
+    Raises:
+        CheckpointError: a value cannot be what the group of now has.
     """
-    return {key: _like(value, own.get(key, ())) for key, value in group.items()}
+    lists = {"params": [], "param_names": []}
+    return {key: _like(value, own.get(key, lists.get(key, ()))) for key, value in group.items()}
 
 
 def _like(value: Any, own: Any) -> Any:
     if isinstance(own, torch.Tensor):
-        return torch.tensor(value, dtype=own.dtype, device=own.device)
+        try:
+            made = torch.tensor(value, dtype=own.dtype, device=own.device)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(
+                f"the optimizer has a tensor where the checkpoint has {value!r}; make the optimizer as it was"
+            ) from error
+        return made
     if not isinstance(value, list):
         return value
     parts = own if isinstance(own, (list, tuple)) and len(own) == len(value) else [()] * len(value)
-    made = [_like(*pair) for pair in zip(value, parts, strict=True)]
-    return made if isinstance(own, list) else tuple(made)
+    items = [_like(*pair) for pair in zip(value, parts, strict=True)]
+    return items if isinstance(own, list) else tuple(items)
