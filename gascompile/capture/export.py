@@ -286,6 +286,14 @@ def _capture_error(model: nn.Module, error: Exception) -> CaptureError:
     )
     text = str(error)
     lines = text.strip().splitlines() or [type(error).__name__]
+    summary, advice = _summed_up(text, lines, is_ours=bool(frames))
+    return CaptureError(
+        f"{type(model).__name__} cannot be captured{where}: {type(error).__name__}: {summary}. What to do: {advice}."
+    )
+
+
+def _summed_up(text: str, lines: list[str], *, is_ours: bool) -> tuple[str, str]:
+    """Return the reason of an error, and what to do; ``is_ours`` where a line of the program has raised it."""
     summary = lines[0]
     if "Constraints violated" in text or "dynamic_shapes" in text:
         # The lines that follow name the dimension and what the model needs of it.
@@ -310,7 +318,7 @@ def _capture_error(model: nn.Module, error: Exception) -> CaptureError:
             "the model's control flow depends on tensor values: use torch.where there, "
             "or state what holds with torch._check, or compile the part of the model around it"
         )
-    elif not frames:
+    elif not is_ours:
         # No line of the program's: an op of torch's modules has failed, or torch with what it had traced.
         advice = (
             "check that model(*args, **kwargs) itself runs on these example inputs; if it does, torch.export cannot "
@@ -322,6 +330,4 @@ def _capture_error(model: nn.Module, error: Exception) -> CaptureError:
             "check that model(*args, **kwargs) itself runs on these example inputs; if it does, compile the "
             "submodules around this line one by one"
         )
-    return CaptureError(
-        f"{type(model).__name__} cannot be captured{where}: {type(error).__name__}: {summary}. What to do: {advice}."
-    )
+    return summary, advice

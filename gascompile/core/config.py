@@ -24,9 +24,12 @@ OBJECTIVES = ("time", "energy")
 
 def number_of(value: object) -> float:
     """Return an option as a number of Python's, also where it is one of NumPy's; NaN where it is none."""
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if isinstance(value, bool):
         return math.nan
-    return value if isinstance(value, (int, float)) else float(value)
+    if isinstance(value, (int, float)):
+        return value
+    number: Any = value
+    return float(number) if isinstance(value, Real) else math.nan
 
 
 def default_cache_dir() -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,7 @@ def test_a_part_that_fails_leaves_the_others(
         return 0.1, 1.0
 
     monkeypatch.setattr(starts, "_start", started)
-    monkeypatch.setattr(starts.shutil, "copytree", lambda *_: None)
+    monkeypatch.setattr(shutil, "copytree", lambda *_: None)
     output = tmp_path / "result.json"
     assert starts.main(["gpt2", "layers", "--toy", "--rounds", "1", "-o", str(output)]) == 1
     parts = json.loads(output.read_text())["parts"]

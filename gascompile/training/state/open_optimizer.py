@@ -127,7 +127,7 @@ def group_of_file(group: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str,
     Raises:
         CheckpointError: a value cannot be what the group of now has.
     """
-    lists = {"params": [], "param_names": []}
+    lists: dict[str, list[Any]] = {"params": [], "param_names": []}
     return {key: _like(value, own.get(key, lists.get(key, ()))) for key, value in group.items()}
 
 
