@@ -113,6 +113,8 @@ def _captured(
     *,
     overlapping: bool,
 ) -> tuple[Capture, Steady]:
+    kept: set[str] = set()
+
     def exported(
         trial: Trial | None = None, rounds: Rounds | None = None, spaces: Spaces | None = None
     ) -> EffectTrace[Exported]:
@@ -126,10 +128,12 @@ def _captured(
         named = named_keywords(twin, names)
         own = OnlyComputed(model)
         alike = like_before(twin)
-        with _in_words(model), recorder.around(), tracing(), told(spaces), named, sizes, own, alike:
+        words, ran = _in_words(model), recorder.around()
+        with words, ran, tracing() as assigned, told(spaces), named, sizes, own, alike:
             program = torch.export.export(
                 twin, inputs[0], dict(inputs[1]), dynamic_shapes=dynamic_shapes, strict=False
             )
+        kept.update(assigned)
         if dynamic_shapes is not None:
             _require_ranges(recorder, program, model)
         _require_shown(program, recorder, model)
@@ -154,6 +158,13 @@ def _captured(
     if steady.trace is not None:
         trace = steady.trace
     require_as_told(steady.record.running.settings, type(model).__name__)
+    if kept:
+        _log.warning(
+            "%s: the code that is captured sets %s to tensors that it computes, which planned calls do not; what is "
+            "read afterwards is as it was before. Return such tensors, or keep them in buffers",
+            type(model).__name__,
+            ", ".join(sorted(kept)),
+        )
     if digest and torch.is_grad_enabled():
         call = GradientCall(model, args, kwargs, device, overlapping=overlapping)
         is_proven = dynamic_shapes is None and computes_alike(call, steady.record, calls)

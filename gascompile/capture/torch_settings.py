@@ -31,7 +31,10 @@ def torch_settings() -> list[tuple[str, str]]:
         "nnpack": torch._C._get_nnpack_enabled(),
         "fastpath": torch.backends.mha.get_fastpath_enabled(),
         "einsum": (torch.backends.opt_einsum.enabled, torch.backends.opt_einsum.strategy),
-        "flush denormal": torch.tensor([1e-310], dtype=torch.float64).mul(1.0).item() == 0.0,
+        "flush denormal": float(
+            torch.full((1,), 1e-310, dtype=torch.float64, device="cpu").mul(1.0)
+        )
+        == 0.0,
     }
     for device in ("cpu", "cuda"):
         flags[f"autocast {device}"] = torch.is_autocast_enabled(device)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
@@ -12,10 +14,16 @@ from torch.nn.modules import module as torch_module
 from gascompile.core.quick_traces import quick_traces
 from gascompile.core.true_strides import true_strides
 
+_ASSIGNED = r"The tensor attributes? (.*) (?:was|were) assigned during export"
+
 
 @contextmanager
-def tracing() -> Iterator[None]:
-    """Record no gradients, lay out fake results as kernels do, and leave out warnings of what is looked at anyway."""
+def tracing() -> Iterator[set[str]]:
+    """Record no gradients, lay out fake results as kernels do, and leave out warnings of what is looked at anyway.
+
+    Yields the attributes that the model sets to tensors it computes, once it is traced: torch puts back what they were.
+    """
+    assigned: set[str] = set()
     with (
         torch.no_grad(),
         warnings.catch_warnings(),
@@ -23,11 +31,10 @@ def tracing() -> Iterator[None]:
         quick_traces(),
         _no_hooks_left(),
     ):
-        # Recurrent layers set up their own list of weights again while they are traced.
-        warnings.filterwarnings("ignore", message=r".*\._flat_weights\[")
         # What later calls find in one is looked at.
-        warnings.filterwarnings("ignore", message=r".*assigned during export")
-        yield
+        warnings.filterwarnings("always", message=_ASSIGNED)
+        _noting(assigned)
+        yield assigned
 
 
 @contextmanager
@@ -43,3 +50,19 @@ def _no_hooks_left() -> Iterator[None]:
             # Others may have set theirs meanwhile.
             if str(getattr(hooks.get(key), "__module__", "")).startswith("torch."):
                 hooks.pop(key, None)
+
+
+def _noting(assigned: set[str]) -> None:
+    """Take note of torch's warnings of attributes instead of showing them, until the filters are put back."""
+    show = warnings.showwarning
+
+    def noted(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
+        found = re.match(_ASSIGNED, str(message))
+        if found is None:
+            show(message, category, *args, **kwargs)
+            return
+        names = (name.removeprefix("self.") for name in found[1].split(", "))
+        # Recurrent layers set up their own list of weights again; what changes in containers is told of elsewhere.
+        assigned.update(name for name in names if "[" not in name)
+
+    warnings.showwarning = noted

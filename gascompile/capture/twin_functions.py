@@ -1,7 +1,8 @@
 """Functions of a twin: copies of those that hold parts of the model, as ``lambda x: self.layer(x)`` in an attribute.
 
 ``copy.deepcopy`` leaves functions and weak references as they are. In a twin they would go on with the model itself,
-and a trace would take the values of its weights for constants.
+and a trace would take the values of its weights for constants. Nor does it copy a tensor that was computed with
+gradients, as a module that keeps what it computed last has one.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ class TwinMemo(dict[int, Any]):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        reaching = _reaching(model)
+        self._computed: dict[int, torch.Tensor] = {}
+        reaching = self._reached(model)
         kinds = (types.FunctionType, weakref.ref)
         self._to_copy = {id(x): x for x in reaching.values() if isinstance(x, kinds)}
         self._reaching = reaching
 
     def get(self, key: int, default: Any = None) -> Any:
         """Return the copy of what has this identity."""
+        if key in self._computed and key not in self:
+            self[key] = copy.deepcopy(self._computed[key].detach(), self)
         if key in self._to_copy and key not in self:
             before, of = set(self), self._to_copy[key]
             try:
@@ -45,6 +49,31 @@ class TwinMemo(dict[int, Any]):
                     del self[made]
                 self[key] = of
         return super().get(key, default)
+
+    def _reached(self, model: nn.Module) -> dict[int, Any]:
+        """Return, by identity, all that the model holds and that leads to a module of it; note what was computed."""
+        todo: list[Any] = [model]
+        seen, holders = {id(model): model}, dict[int, list[int]]()
+        while todo:
+            holder = todo.pop()
+            for part in _parts(holder):
+                # By its type alone: some objects answer whatever they are asked.
+                if issubclass(type(part), torch.Tensor) and part.grad_fn is not None:
+                    self._computed[id(part)] = part
+                if issubclass(type(part), _APART):
+                    continue
+                holders.setdefault(id(part), []).append(id(holder))
+                if id(part) not in seen:
+                    seen[id(part)] = part
+                    todo.append(part)
+        found: dict[int, Any] = {}
+        ids = [id(module) for module in model.modules()]
+        while ids:
+            for holder in holders.get(ids.pop(), ()):
+                if holder not in found:
+                    found[holder] = seen[holder]
+                    ids.append(holder)
+        return found
 
     def _copy(self, key: int, of: Any) -> None:
         if isinstance(of, weakref.ref):
@@ -66,30 +95,6 @@ class TwinMemo(dict[int, Any]):
         """Return the same variable, where it holds nothing of the model: whoever sets it is seen."""
         made: types.CellType = self.setdefault(id(of), types.CellType())
         return made if id(of) in self._reaching else of
-
-
-def _reaching(model: nn.Module) -> dict[int, Any]:
-    """Return, by identity, all that the model holds and that leads to a module of it."""
-    todo: list[Any] = [model]
-    seen, holders = {id(model): model}, dict[int, list[int]]()
-    while todo:
-        holder = todo.pop()
-        for part in _parts(holder):
-            # By its type alone: some objects answer whatever they are asked.
-            if issubclass(type(part), _APART):
-                continue
-            holders.setdefault(id(part), []).append(id(holder))
-            if id(part) not in seen:
-                seen[id(part)] = part
-                todo.append(part)
-    found: dict[int, Any] = {}
-    ids = [id(module) for module in model.modules()]
-    while ids:
-        for holder in holders.get(ids.pop(), ()):
-            if holder not in found:
-                found[holder] = seen[holder]
-                ids.append(holder)
-    return found
 
 
 def _parts(of: Any) -> Iterable[Any]:

@@ -134,7 +134,10 @@ class StepValues(Machinery):
     def state_dict(self) -> dict[str, Any]:
         """Return copies in memory of ``model.state_dict()`` and ``optimizer.state_dict()``, by these words.
 
+        Of several ranks all call it where values are divided among them.
+
         Raises:
+            RankMismatchError: another rank's model has other tensors than the step was made for.
             StorageError: a value cannot be read.
             UnsupportedOpError: the model has other tensors than the step was made for.
         """
@@ -142,7 +145,8 @@ class StepValues(Machinery):
         if self._states is None and self._values is None:
             return {"model": self._model.state_dict(), "optimizer": self.optimizer.state_dict()}
         states = self._open_states()
-        states.covers.require_own()
+        with self._agreed() if states.reads_together else contextlib.nullcontext():
+            states.covers.require_own()
         self._holdings.settle_all()
         return states.state_dict()
 

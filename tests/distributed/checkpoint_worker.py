@@ -144,6 +144,7 @@ def changed(step: TrainingStep, folder: Path) -> list[str]:
         told(lambda: step.save(folder / "differing")),
         told(lambda: step.load(folder / "differing")),
         told(lambda: step.load_state_dict(state)),
+        told(step.state_dict),
     ]
     if RANK == 1:
         del model.more

@@ -6,7 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _HEAD = """
-import abc, contextlib, enum, functools, importlib, os, pathlib, random, sys, time, types
+import abc, builtins, contextlib, contextvars, dataclasses, enum, functools, importlib, os, pathlib, random, resource
+import sqlite3, sys, threading, time, types, typing
 import numpy, torch
 from torch import nn
 from torch.nn import functional as F
@@ -141,4 +142,24 @@ EDITS = (
     CodeEdit("library function swapped in its module", _net("return nn.SiLU()(x)"), _net("return nn.SiLU()(x)") + "OLD = F.silu\nF.silu = F.mish\ndef undo(): F.silu = OLD\n"),
     _both("attribute of a library's class", _net("return x * nn.Identity.stale") + "nn.Identity.stale = #\ndef undo(): del nn.Identity.stale\n"),
     _both("global of a library", _net("return x * F.stale") + "F.stale = #\ndef undo(): del F.stale\n"),
+    _both("annotation", _net("return x * f.__annotations__['a']", "def f(a: #): pass")),
+    _both("annotation with metadata", _net("return x * typing.get_type_hints(f, include_extras=True)['a'].__metadata__[0]", "def f(a: typing.Annotated[int, #]): pass")),
+    _both("annotation of a class", _net("return x * T.__annotations__['k']().v", "class A: v = #\nclass T:\n    k: A")),
+    _both("annotation in brackets", _net("return x * T.__annotations__['k'].__args__[0].v", "class A: v = #\nclass T:\n    k: list[A]")),
+    _both("metadata of a field", _net("return x * dataclasses.fields(T)[0].metadata['m']", "@dataclasses.dataclass\nclass T:\n    k: float = dataclasses.field(default=1, metadata={'m': #})")),
+    _both("number of subclasses", _net("return x * len(B.__subclasses__())", "class B: pass\nKEEP = [type('S', (B,), {}) for _ in range(#)]"), "1", "2"),
+    _both("bases", _net("return x * len(T.__bases__)", "class A: pass\nclass B(A): pass\nclass T(#): pass"), "B", "B, A"),
+    _both("docstring", _net("return x * float(T.__doc__)", "class T:\n    '#'")),
+    _both("class of values of a thread", _net("return x * L.k", "class LL(threading.local):\n    k = #\nL = LL()")),
+    _both("default of a context variable", _net("return x * V.get()", "V = contextvars.ContextVar('V', default=#)")),
+    _both("own builtin", _net("return x * OWN_BUILTIN", "builtins.OWN_BUILTIN = #") + "def undo(): del builtins.OWN_BUILTIN\n"),
+    _both("builtins of a function", _net("return x * f()", "def g(): return KK\nf = types.FunctionType(g.__code__, {'__builtins__': {'KK': #}})")),
+    _both("class of a module", _net("import own_module\nreturn x * own_module.k", "class M(types.ModuleType):\n    k = #\nsys.modules['own_module'] = M('own_module')") + "def undo(): sys.modules.pop('own_module')\n"),
+    _both("open descriptor", _net("return x * float(os.pread(FD, 3, 0))", "PATH = __file__ + '.k'\npathlib.Path(PATH).write_text('#')\nFD = os.open(PATH, os.O_RDONLY)") + "def undo(): os.close(FD)\n"),
+    _both("database", _net("return x * sqlite3.connect(PATH).execute('select k from t').fetchone()[0]", "PATH = __file__ + '.db'\nwith sqlite3.connect(PATH) as db:\n    db.execute('drop table if exists t')\n    db.execute('create table t (k real)')\n    db.execute('insert into t values (#)')")),
+    _both("event", _net("return x * (2.0 if E.is_set() else 3.0)", "E = threading.Event()\nif #: E.set()"), "False", "True"),
+    _both("attribute named as torch's", _net("return x * S._version", "class S: pass\nS = S()\nS._version = #")),
+    _both("keys named as hooks", _net("return x * next(iter(S.my_hooks))", "class S: pass\nS = S()\nS.my_hooks = {#: len}")),
+    _both("strides of an array", _net("return x * torch.from_numpy(A).stride()[0]", "A = numpy.ones((2, 2), order='#')"), "C", "F"),
+    _both("class of a path", _net("return x * P.k", "class Own(type(pathlib.Path())):\n    k = #\nP = Own('a')")),
 )  # fmt: skip

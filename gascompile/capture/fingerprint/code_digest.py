@@ -8,6 +8,7 @@ was replaced. A module of the program that is handed on as a value counts whole.
 from __future__ import annotations
 
 import abc
+import builtins
 import functools
 import os
 import sys
@@ -53,6 +54,11 @@ _NOT_FOLLOWED = torch._compile._disable_dynamo(lambda: None).__code__
 _DISPATCH_CACHES = {"dispatch_cache", "cache_token"}
 _HEAP_TYPE = 1 << 9
 """Flag of classes that a ``class`` statement or ``type()`` made, ``Py_TPFLAGS_HEAPTYPE``."""
+_UNFOLLOWED = {
+    "__subclasses__": "asked for the subclasses of a class, of which any module may make more",
+    "__doc__": "asked for a docstring",
+}
+"""Attributes that are no part of a digest."""
 _FRAMES = {"_getframe", "currentframe", "stack", "get_objects", "get_referrers"}
 
 
@@ -106,6 +112,17 @@ class CodeDigest:
         else:
             self.code(function.__code__)
             self.names(function.__code__, function.__globals__)
+            self._annotations(function.__annotations__)
+
+    def _annotations(self, of: Any) -> None:
+        """Feed what is written beside names, which code may read: of libraries' classes the names alone."""
+        for name, value in of.items() if isinstance(of, Mapping) else ():
+            self.add("annotated", name)
+            named = isinstance(value, type) and origin_of_name(value.__module__).versioned
+            if named and not _is_of_main(value):
+                self.add(value.__module__, value.__qualname__)
+            else:
+                self.value(value, f"{name}'s annotation")
 
     def code(self, code: types.CodeType) -> None:
         """Feed bytecode and constants."""
@@ -129,6 +146,8 @@ class CodeDigest:
     def names(self, code: types.CodeType, space: Mapping[str, Any]) -> None:
         """Feed the values of all that code names among its globals and in modules."""
         named = names_of(code)
+        for attribute in sorted(_UNFOLLOWED.keys() & named.attributes):
+            self.unknown(_UNFOLLOWED[attribute])
         for chain in sorted(named.chains):
             self._chain(chain, space)
         for taken in sorted(named.imports, key=repr):
@@ -138,7 +157,8 @@ class CodeDigest:
         if chain[0] not in space:
             if chain[0] == "globals":
                 self.value(sys.modules.get(str(space.get("__name__"))), "globals()")
-            return  # a builtin, or a name that is not there yet
+            self._builtin(chain[0], space)
+            return
         owner, versioned = space, False
         for key in chain:
             if key not in owner:
@@ -160,6 +180,16 @@ class CodeDigest:
             self._of_library(value)
         else:
             self.value(value, ".".join(chain))
+
+    def _builtin(self, name: str, space: Mapping[str, Any]) -> None:
+        """Feed a name that Python itself has, where somebody has put something there."""
+        held = space.get("__builtins__", builtins)
+        found = (held if isinstance(held, Mapping) else vars(held)).get(name)
+        if found is not None and getattr(type(found), "__module__", None) != "_sitebuiltins":
+            is_python = getattr(found, "__module__", None) in {"builtins", "io", "_io"}
+            if not is_python and name not in {"__debug__", "Ellipsis", "NotImplemented"}:
+                self.add("builtin", name)
+                self.value(found, name)
 
     def _of_library(self, value: Any) -> None:
         """Feed something that a library holds in a global: its version says the rest."""
@@ -217,6 +247,9 @@ class CodeDigest:
     def module(self, module: types.ModuleType) -> None:
         """Feed a module; one of the program as a whole."""
         self.add("module", module.__name__)
+        kind = type(module)
+        if kind is not types.ModuleType and not origin_of_name(kind.__module__).versioned:
+            self.value(kind, "its class")
         if not origin_of_module(module).versioned:
             self.later(self._whole, module)
 
@@ -233,6 +266,7 @@ class CodeDigest:
 
     def _members(self, cls: type) -> None:
         self.add("members", [f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__])
+        self.add("bases", [base.__qualname__ for base in cls.__bases__])
         if type(cls) is not type:
             self.value(type(cls), "its metaclass")
         for base in cls.__mro__:
@@ -247,6 +281,11 @@ class CodeDigest:
             if name not in _NOT_CODE:
                 self.add("member", name)
                 self.value(value, f"{cls.__qualname__}.{name}")
+        self._annotations(vars(cls).get("__annotations__"))
+        for name, field in vars(cls).get("__dataclass_fields__", {}).items():
+            if field.metadata:
+                self.add("metadata", name)
+                self.value(field.metadata, name)
         if "_abc_impl" in vars(cls):
             registered = (reference() for reference in abc._get_dump(cls)[0])  # type: ignore[attr-defined]  # what register() was told
             self.add(

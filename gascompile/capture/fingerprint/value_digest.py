@@ -33,28 +33,23 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from gascompile.capture.fingerprint.code_digest import CodeDigest
 from gascompile.capture.fingerprint.library_order import hooks_of_others, in_one_order
+from gascompile.capture.fingerprint.object_fields import hides_state, state_of
 from gascompile.core.content import content_of
 from gascompile.core.machinery import Machinery
 
 _ATOMS = (bool, int, float, complex, str, bytes, bytearray)
 _EXACT = {type(None), type(Ellipsis), type(NotImplemented), *_ATOMS}
 _NAMED = (
-    torch.dtype, torch.device, torch.layout, torch.memory_format, range, numpy.dtype, types.GenericAlias,
-    types.UnionType, typing.TypeVar, typing._Final, torch._ops.OpOverloadPacket,
+    torch.dtype, torch.device, torch.layout, torch.memory_format, range, numpy.dtype, torch._ops.OpOverloadPacket,
     torch._ops.HigherOrderOperator,
 )  # fmt: skip
+_TYPES = (types.GenericAlias, types.UnionType, typing.TypeVar, typing._Final)
 _BY_OWNER = (
     types.WrapperDescriptorType, types.MethodDescriptorType, types.GetSetDescriptorType,
     types.MemberDescriptorType, types.ClassMethodDescriptorType,
 )  # fmt: skip
 _LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event)
 _WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
-_NOT_STATE = {
-    "_version", "_compiled_call_impl", "__weakref__", "__dict__",  # set by torch's own machinery
-    # Python's hash of a transformers configuration: another one in each process.
-    "_original_object_hash",
-}  # fmt: skip
-_HEAP_HEADER_BYTES = object.__basicsize__
 _REDUCE_ERRORS = (
     TypeError, AttributeError, ValueError, RuntimeError, NotImplementedError, pickle.PickleError,
 )  # fmt: skip
@@ -189,6 +184,11 @@ class ValueDigest(CodeDigest):
     def _named(self, value: Any) -> None:
         self.add(type(value).__name__, str(value))
 
+    def _type(self, value: Any) -> None:
+        self._named(value)
+        for part in ("__args__", "__metadata__", "__bound__", "__constraints__"):
+            self.value(getattr(value, part, None), part)
+
     def _by_owner(self, value: Any) -> None:
         owner = value.__objclass__
         self.add("of", owner.__module__, owner.__qualname__, value.__name__)
@@ -200,6 +200,7 @@ class ValueDigest(CodeDigest):
             return
         kind = str(getattr(value, "dtype", "")) or getattr(value, "typecode", "")
         self.add(type(value).__name__, kind, getattr(value, "shape", None))
+        self.add(getattr(value, "strides", None), getattr(value, "format", None))
         self.add(value.tobytes())
         if isinstance(value, (numpy.ndarray, array.array)):
             self._rest(value, (numpy.ndarray, array.array))
@@ -273,16 +274,21 @@ class ValueDigest(CodeDigest):
 
     def _variable(self, value: contextvars.ContextVar[Any]) -> None:
         self.add("context", value.name)
-        self.value(contextvars.copy_context().get(value, "unset"), value.name)
+        with contextlib.suppress(LookupError):  # it has no value, and no default
+            self.value(value.get(), value.name)
 
     def _logger(self, value: logging.Logger) -> None:
         self.add("logger", value.name, value.getEffectiveLevel(), value.disabled)
 
     def _inert(self, value: Any) -> None:
         self.add("inert", type(value).__qualname__)
+        if isinstance(value, threading.Event):
+            self.add(value.is_set())
 
     def _path_of(self, value: pathlib.PurePath) -> None:
         self.add(type(value).__name__, str(value))
+        if type(value).__module__.partition(".")[0] != "pathlib":
+            self.value(type(value), "its class")
 
     def _cell(self, value: types.CellType) -> None:
         try:
@@ -301,7 +307,7 @@ class ValueDigest(CodeDigest):
         self.add("object")
         self.value(type(value), "its class")
         kind: Any = type(value)
-        if not _hides_state(kind):
+        if not hides_state(kind):
             self._fields(value)
             return
         try:
@@ -317,46 +323,17 @@ class ValueDigest(CodeDigest):
             self.unknown(f"a {type(value).__module__}.{type(value).__qualname__}")
 
     def _fields(self, value: Any) -> None:
-        for name, item in sorted(fields_of(value).items()):
-            if name not in _NOT_STATE:
-                self.add("field", name)
-                hooks = "_hooks" in name and isinstance(item, dict)
-                self.value(hooks_of_others(item) if hooks else in_one_order(name, item), name)
-
-
-def fields_of(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object and what lies in its slots."""
-    fields = dict(vars(value)) if hasattr(value, "__dict__") else {}
-    for base in type(value).__mro__:
-        for name, slot in vars(base).items():
-            if isinstance(slot, types.MemberDescriptorType):  # empty, or hidden by a class below
-                with contextlib.suppress(AttributeError):
-                    fields.setdefault(name, slot.__get__(value))
-    return fields
-
-
-@cache
-def _hides_state(kind: Any) -> bool:
-    """Return whether an instance holds more than its ``__dict__`` and its slots, as types made in C do."""
-    if any(base.__itemsize__ for base in kind.__mro__ if base is not object):
-        return True
-    slots = sum(
-        isinstance(item, types.MemberDescriptorType) and origin_is_python(base)
-        for base in kind.__mro__
-        for item in vars(base).values()
-    )
-    pointers = slots + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
-    return bool(kind.__basicsize__ > _HEAP_HEADER_BYTES + 8 * pointers)
-
-
-def origin_is_python(kind: type) -> bool:
-    """Return whether a class was made by a ``class`` statement, whose slots hold objects."""
-    return bool(kind.__flags__ & (1 << 9)) and "__module__" in vars(kind)
+        has_hooks = isinstance(value, nn.Module | torch.Tensor | torch.optim.Optimizer)
+        for name, item in state_of(value).items():
+            self.add("field", name)
+            hooks = has_hooks and "_hooks" in name and isinstance(item, dict)
+            self.value(hooks_of_others(item) if hooks else in_one_order(name, item), name)
 
 
 _KINDS: tuple[tuple[Any, Callable[[Any, Any], None]], ...] = (
     (nn.Module, ValueDigest._module),
     ((*_NAMED, FakeTensor), ValueDigest._named),
+    (_TYPES, ValueDigest._type),
     (torch.Tensor, ValueDigest._tensor),
     (enum.Enum, ValueDigest._member),
     (_ATOMS, ValueDigest._atom),
@@ -388,7 +365,7 @@ _KINDS: tuple[tuple[Any, Callable[[Any, Any], None]], ...] = (
     (Machinery, lambda of, value: of.unknown(f"a {type(value).__qualname__}")),
     (pathlib.PurePath, ValueDigest._path_of),
     (BaseException, ValueDigest._exception),
-    (threading.local, ValueDigest._fields),
+    (threading.local, lambda of, value: of._rest(value, ())),
 )
 
 

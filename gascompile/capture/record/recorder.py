@@ -54,8 +54,12 @@ _CLOCKS = {
     "process_time_ns", "thread_time", "thread_time_ns", "clock_gettime", "clock_gettime_ns", "localtime", "gmtime",
     "ctime", "asctime", "strftime", "now", "today", "utcnow",
 }  # fmt: skip
-_DISK = {"stat", "lstat", "listdir", "scandir", "access", "getcwd", "readlink"}
-_PROCESS = {"getpid", "getppid", "get_ident", "uname", "gethostname"}
+_DISK = {
+    "stat", "lstat", "listdir", "scandir", "access", "getcwd", "readlink", "read", "readv", "pread", "preadv",
+}  # fmt: skip
+_PROCESS = {
+    "getpid", "getppid", "get_ident", "uname", "gethostname", "sched_getaffinity", "getrlimit", "umask",
+}  # fmt: skip
 _ANEW = {
     "urandom": "draws random bytes of the system",
     "start_new_thread": "starts a thread, in which nothing can be followed,",
@@ -64,9 +68,12 @@ _ASKS = {
     **dict.fromkeys(_CLOCKS, "reads the clock"),
     **dict.fromkeys(_DISK, "looks at the disk"),
     **dict.fromkeys(_PROCESS, "asks for what differs in every process"),
+    "connect": "opens what others may change",
     **_ANEW,
 }
-_ASKED_IN = ("time", "datetime", "posix", "nt", "os", "_thread", "_socket", "_random")
+_ASKED_IN = (
+    "time", "datetime", "posix", "nt", "os", "_thread", "_socket", "_random", "resource", "_sqlite3",
+)  # fmt: skip
 _SETS = {"manual_seed", "seed", "set_state", "graphsafe_set_state"}  # methods of generators
 _ON_NODES = {"register_hook", "register_prehook"}  # methods of what autograd runs
 _OF_WEIGHTS = {"get_tensor", "get_tensors", "get_slice"}  # methods of an open file of safetensors

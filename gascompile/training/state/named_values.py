@@ -61,6 +61,11 @@ class NamedValues(Machinery):
                 outline.untyped_storage().resize_(0)
                 self.divided[slot.name] = outline.detach()
 
+    @property
+    def reads_together(self) -> bool:
+        """Whether values are divided among ranks, which all read at once; one alone may read what each has whole."""
+        return any(slot.is_spread for slot in self.rules.slots.values())
+
     def tensor(self, name: str) -> torch.Tensor:
         """Return the model's own parameter or buffer, which is empty."""
         view = self.storages.views.get(name)
