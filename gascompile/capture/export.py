@@ -9,7 +9,7 @@ from __future__ import annotations
 import keyword
 import logging
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -147,24 +147,13 @@ def _captured(
     trace = exported()
     asks, calls = GRADIENTS in trace.recorder.settings, trace.recorder.calls
     digest = trace.digest() if asks else ""
-    if trace.recorder.changes_containers:
-        _log.warning(
-            "%s changes a list or dict that it is given: planned calls return what it returns, and leave the caller's "
-            "as it is",
-            type(model).__name__,
-        )
+    changes_containers = trace.recorder.changes_containers
     others = history.others(args, kwargs)
     steady = steady_capture(trace, exported, others, model)
     if steady.trace is not None:
         trace = steady.trace
     require_as_told(steady.record.running.settings, type(model).__name__)
-    if kept:
-        _log.warning(
-            "%s: the code that is captured sets %s to tensors that it computes, which planned calls do not; what is "
-            "read afterwards is as it was before. Return such tensors, or keep them in buffers",
-            type(model).__name__,
-            ", ".join(sorted(kept)),
-        )
+    _tell(type(model).__name__, kept, changes_containers=changes_containers)
     if digest and torch.is_grad_enabled():
         call = GradientCall(model, args, kwargs, device, overlapping=overlapping)
         is_proven = dynamic_shapes is None and computes_alike(call, steady.record, calls)
@@ -173,6 +162,23 @@ def _captured(
         )
     captured = to_program(type(model).__name__, *trace.captured)
     return replace(captured, record=steady.record), steady
+
+
+def _tell(name: str, kept: Collection[str], *, changes_containers: bool) -> None:
+    """Say what planned calls leave undone, which no result shows."""
+    if changes_containers:
+        _log.warning(
+            "%s changes a list or dict that it is given: planned calls return what it returns, and leave the caller's "
+            "as it is",
+            name,
+        )
+    if kept:
+        _log.warning(
+            "%s: the code that is captured sets %s to tensors that it computes, which planned calls do not; what is "
+            "read afterwards is as it was before. Return such tensors, or keep them in buffers",
+            name,
+            ", ".join(sorted(kept)),
+        )
 
 
 def _require_ranges(

@@ -23,6 +23,7 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
+from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils import _pytree as pytree
 
@@ -45,7 +46,7 @@ from gascompile.training.capture.cumulative_norms import numbered_norms, take_co
 from gascompile.training.capture.effect_tokens import drop_tokens
 from gascompile.training.capture.exact_dropout import exact_dropout
 from gascompile.training.capture.exact_strides import exact_strides
-from gascompile.training.capture.joint_outputs import joint_outputs, require_dense
+from gascompile.training.capture.joint_outputs import joint_outputs, require_dense, start_from_one
 from gascompile.training.capture.left_tensors import leaves_no_traced
 from gascompile.training.capture.own_kernels import own_kernels, uncompiled
 from gascompile.training.capture.trace_errors import in_words
@@ -240,6 +241,8 @@ def _traced(wrapped: nn.Module, leaves: list[Any]) -> fx.GraphModule:
         uncompiled(),
         # Without one, torch 2.14 reads the values of scalars, which may lie in a file.
         tracing(TracingContext(None)),
+        # Within one, torch leaves out draws that nobody reads, after which eager draws other numbers.
+        inductor_config.patch(fallback_random=True),
     ):
         if any(isinstance(module, nn.LSTM) for module in wrapped.modules()):
             # The fused kernel hands its backward pass a workspace that no trace has.
@@ -285,7 +288,7 @@ def _read(
     exact_strides(graph)
     made = _make_views(graph, bound, views)
     require_dense(graph)
-    _start_from_one(graph, canonical)
+    start_from_one(graph, canonical)
     results, gradients, mutations = joint_outputs(graph.output_node(), canonical)
     outputs, out_spec = tuple[Any, ...](results), pytree.tree_structure((0,))
     if isinstance(wrapped, TracedModel):
@@ -320,18 +323,6 @@ def _require_no_views(
             f"the model changes '{name}' in its forward pass, of which parameters are views; only the optimizer may "
             "change parameters"
         )
-
-
-def _start_from_one(graph: fx.Graph, canonical: Mapping[str, str]) -> None:
-    """Make what the backward pass starts from an op; it may be a gradient itself."""
-    (loss, *_), _, _ = joint_outputs(graph.output_node(), canonical)
-    for node in list(graph.nodes):
-        if node.op == "placeholder" and isinstance(node.meta.get("desc"), TangentAOTInput):
-            with graph.inserting_after(loss):
-                one = graph.call_function(torch.ops.aten.ones_like.default, (loss,))
-            one.meta["val"] = loss.meta["val"]
-            node.replace_all_uses_with(one)
-            graph.erase_node(node)
 
 
 def _make_views(

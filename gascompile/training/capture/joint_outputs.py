@@ -1,9 +1,10 @@
-"""Joint outputs: what the outputs of a traced forward and backward pass are."""
+"""Joint outputs: what the outputs of a traced forward and backward pass are, and what the latter starts from."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
@@ -11,6 +12,7 @@ from torch._functorch._aot_autograd.descriptors import (
     InputMutationAOTOutput,
     ParamAOTInput,
     PlainAOTOutput,
+    TangentAOTInput,
 )
 
 from gascompile.core.errors import CaptureError
@@ -66,3 +68,28 @@ def require_dense(graph: fx.Graph) -> None:
     """Refuse sparse gradients."""
     if any("_sparse_" in str(node.target) for node in graph.nodes):
         raise CaptureError("a gradient is sparse, which has no place in a plan; pass sparse=False")
+
+
+def start_from_one(graph: fx.Graph, canonical: Mapping[str, str]) -> None:
+    """Make what the backward pass starts from an op; it may be a gradient itself.
+
+    Raises:
+        CaptureError: it starts from more than the loss.
+    """
+    (loss, *_), _, _ = joint_outputs(graph.output_node(), canonical)
+    starts = [
+        node
+        for node in graph.nodes
+        if node.op == "placeholder" and isinstance(node.meta.get("desc"), TangentAOTInput)
+    ]
+    if len(starts) > 1:
+        raise CaptureError(
+            "the backward pass starts from more than the loss: a buffer keeps values with gradients. Write "
+            "buffer.copy_(value.detach())"
+        )
+    for node in starts:
+        with graph.inserting_after(loss):
+            one = graph.call_function(torch.ops.aten.ones_like.default, (loss,))
+        one.meta["val"] = loss.meta["val"]
+        node.replace_all_uses_with(one)
+        graph.erase_node(node)

@@ -78,6 +78,10 @@ class TracedLoss(nn.Module):
                 returned = self._loss_fn(self.model, batch)
             self._recorder.changes_containers = changed_entries(before)
             _require_in_place(own)
+        for buffer in self.buffers():
+            if buffer.grad_fn is not None:
+                # Of what the loss has written there, which else is another thing to begin the backward pass from.
+                buffer.detach_()
         return returned
 
     def forward(self, *leaves: Any) -> torch.Tensor:
