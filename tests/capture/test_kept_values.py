@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import gascompile
+from gascompile.core.errors import CaptureError
 
 
 class Keeping(nn.Module):
@@ -74,3 +76,120 @@ def test_layers_that_keep_no_values_are_told_of_in_no_words(
         compiled(torch.randn(3, 2, 4))
     assert "to tensors that it computes" not in caplog.text
     assert not any("assigned during export" in str(warning.message) for warning in recwarn)
+
+
+class Chained(nn.Module):
+    """Reads what it counted three calls ago."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.a = self.b = self.c = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        old, self.c, self.b, self.a = self.c, self.b, self.a, self.a + 1
+        made: torch.Tensor = self.layer(x) * (3 if old > 0 else 1)
+        return made
+
+
+class ChainedValues(nn.Module):
+    """Adds what it computed three calls ago, by attributes that are not there at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.zeros = torch.zeros(3, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        old = getattr(self, "c", self.zeros)
+        self.c = getattr(self, "b", self.zeros)
+        self.b = getattr(self, "a", self.zeros)
+        self.a = self.layer(x)
+        return old + self.a
+
+
+class Remembered(nn.Module):
+    """Gives the last result again where it is given the same tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.x: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.x is not x:
+            self.x, self.y = x, self.layer(x)
+        return self.y
+
+
+class Shapes(nn.Module):
+    """Decides by the shape of what it computed last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.last = torch.zeros(1, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.layer(x) * (3 if self.last.shape[0] > 4 else 1)
+        self.last = made
+        return made
+
+
+@pytest.mark.parametrize("kind", [Chained, ChainedValues, Remembered, Shapes])
+def test_what_reaches_a_later_call_is_refused(kind: type[nn.Module], tmp_path: Path) -> None:
+    model = kind().eval()
+    x = torch.randn(3, 8)
+    with (
+        torch.no_grad(),
+        pytest.raises(CaptureError, match="may compute something else at every call"),
+        gascompile.compile(model, "8MiB", cache_dir=tmp_path) as compiled,
+    ):
+        compiled(x)
+
+
+class Counted(Chained):
+    """Keeps how often it was called before, which it does not read."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.b, self.a = self.a, self.a + 1
+        made: torch.Tensor = self.layer(x)
+        return made
+
+
+def test_what_takes_a_counters_value_is_let_go_with_it(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Counted().eval()
+    torch.manual_seed(0)
+    eager = Counted().eval()
+    with gascompile.compile(model, "8MiB", cache_dir=tmp_path) as compiled, torch.no_grad():
+        for _ in range(4):
+            x = torch.randn(3, 8)
+            assert torch.equal(compiled(x), eager(x))
+
+
+@pytest.mark.parametrize("kind", [Keeping, Chained, Counted, Shapes])
+def test_steps_keep_to_the_same(kind: type[nn.Module], tmp_path: Path) -> None:
+    model, eager = kind(), kind()
+    eager.load_state_dict(model.state_dict())
+    x = torch.randn(3, 8)
+    model(x)
+    eager(x)
+
+    def loss_fn(of: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = of(batch).square().mean()
+        return loss
+
+    optimizer, own = (torch.optim.SGD(of.parameters(), 0.1) for of in (model, eager))
+    make = partial(gascompile.compile_step, model, loss_fn, optimizer, "8MiB", x)
+    if kind in {Chained, Shapes}:
+        with pytest.raises(CaptureError, match="may take another course"):
+            make(cache_dir=tmp_path)
+        return
+    with make(cache_dir=tmp_path) as step:
+        for _ in range(3):
+            own.zero_grad()
+            loss = loss_fn(eager, x)
+            loss.backward()
+            own.step()
+            assert float(step(x)) == pytest.approx(loss.item(), abs=1e-6)

@@ -162,4 +162,5 @@ EDITS = (
     _both("keys named as hooks", _net("return x * next(iter(S.my_hooks))", "class S: pass\nS = S()\nS.my_hooks = {#: len}")),
     _both("strides of an array", _net("return x * torch.from_numpy(A).stride()[0]", "A = numpy.ones((2, 2), order='#')"), "C", "F"),
     _both("class of a path", _net("return x * P.k", "class Own(type(pathlib.Path())):\n    k = #\nP = Own('a')")),
+    _both("own object in a library", _net("return x * torch.own_object.k", "class S: pass\ntorch.own_object = S()\ntorch.own_object.k = #") + "def undo(): del torch.own_object\n"),
 )  # fmt: skip

@@ -193,10 +193,12 @@ class CodeDigest:
 
     def _of_library(self, value: Any) -> None:
         """Feed something that a library holds in a global: its version says the rest."""
-        if isinstance(value, types.FunctionType | type | types.BuiltinFunctionType):
+        kind = type(value)
+        is_own = not origin_of_name(kind.__module__).versioned or _is_of_main(kind)
+        if is_own or isinstance(value, types.FunctionType | type | types.BuiltinFunctionType):
             self.value(value)
         else:
-            self.add("of a library", type(value).__module__, type(value).__qualname__)
+            self.add("of a library", kind.__module__, kind.__qualname__)
 
     def _import(self, taken: Import, space: Mapping[str, Any]) -> None:
         name = absolute_name(taken, space)

@@ -24,6 +24,8 @@ from gascompile.core.errors import CaptureError, UnsupportedOpError
 _log = logging.getLogger("gascompile")
 _MOST_ATTEMPTS = 2
 """Libraries that are imported in a first one run in no second."""
+_MOST_SUSPECTS = 32
+"""With those that take values of others; each round of these is two captures more."""
 T = TypeVar("T")
 """What a capture gives."""
 
@@ -75,16 +77,22 @@ def prove(
     if not record.is_open:
         return EffectProof()
     spaces = list({id(space): space for _, space in record.running.code.values()}.values())
-    for attempt in range(_MOST_ATTEMPTS):
+    suspects, attempt = record.suspects, 0
+    while attempt < _MOST_ATTEMPTS:
         with _collector_at_rest():
-            real = Trial(record.suspects, spaces, is_opaque=False)
+            real = Trial(suspects, spaces, is_opaque=False)
             trace = capture(real)
             digest = trace.digest()
             # Should what the first left behind have been in the way, all of it is collected in another attempt.
-            trial = Trial(record.suspects, spaces, is_opaque=True, collected=not attempt)
+            trial = Trial(suspects, spaces, is_opaque=True, collected=not attempt)
             why = _difference(trial, capture, digest)
             if why is None and trial.leaked():
                 why = "it keeps their values where they cannot be followed"
+        if not trial.reached <= suspects and len(suspects) < _MOST_SUSPECTS:
+            # What takes their values, as the one of the call before, changes as they do.
+            suspects |= trial.reached
+            continue
+        attempt += 1
         if why is not None:
             return EffectProof(why=why)
         if trial.path == real.path:
@@ -92,7 +100,7 @@ def prove(
     else:
         return EffectProof(why="it takes another course where their values are not known")
     for recorder in reversed(before):
-        recorder.undo(record.suspects)
+        recorder.undo(suspects)
     if record.why is None:
         return EffectProof(trace=trace)
     _log.warning(

@@ -1,5 +1,7 @@
 """Opaque values: stand-ins of numbers and lists that may be counted on with, stored and appended to, and nothing else.
 
+And of tensors that earlier calls have kept, which may only make room for others.
+
 They show whether code uses what it keeps. No subclasses of what they stand for: C code reads those unseen,
 of these it can only ask by a method. Whatever could tell one value from another is a use.
 """
@@ -15,6 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy
+import torch
 
 from gascompile.capture.fingerprint.code_origin import Origin, origin_of_file
 
@@ -140,6 +143,19 @@ class OpaqueList(_Opaque):
         return self
 
 
+class OpaqueKept(_Opaque):
+    """What an earlier call has kept, such as a tensor; no more may be done than to put another in its place.
+
+    It does not pass for what it stands for: C code would take it for a tensor and read its memory.
+    """
+
+    __slots__ = ()
+
+    @property  # type: ignore[misc]  # what isinstance asks
+    def __class__(self) -> type:
+        return OpaqueKept
+
+
 class OpaqueSource(_Opaque):
     """What gives another value each time it is asked, such as an iterator; asking it is a use."""
 
@@ -180,6 +196,7 @@ def _close(kind: type[_Opaque]) -> None:
 _close(OpaqueNumber)
 _close(OpaqueList)
 _close(OpaqueSource)
+_close(OpaqueKept)
 setattr(OpaqueSource, "__next__", _hook("__next__", "is advanced"))  # noqa: B010 - as the others
 
 
@@ -189,6 +206,8 @@ def opaque(value: object, name: str, uses: Uses) -> _Opaque | None:
         return OpaqueNumber(type(value), name, uses)
     if type(value) in {list, deque}:
         return OpaqueList(type(value), name, uses)
+    if isinstance(value, torch.Tensor) or type(value) in {dict, tuple}:
+        return OpaqueKept(type(value), name, uses)
     return OpaqueSource(type(value), name, uses) if is_source(value) else None
 
 

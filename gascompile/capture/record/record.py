@@ -158,6 +158,7 @@ class Recorder:
     def _compare(self) -> None:
         """Take note of what differs from before."""
         if self._trial is not None and self._trial.is_opaque:
+            self._trial.look_elsewhere()
             return
         with self._trial.paused() if self._trial else nullcontext():
             changes = self._before.changes(_EVERYTHING)

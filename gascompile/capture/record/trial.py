@@ -24,9 +24,9 @@ import numpy
 from gascompile.capture.fingerprint.code_origin import Origin, origin_of_file
 from gascompile.capture.record.asked_settings import replaced
 from gascompile.capture.record.draws import Drawn, drawing_functions, random_states
-from gascompile.capture.record.opaque import OpaqueNumber, Uses, is_talk, opaque
+from gascompile.capture.record.opaque import OpaqueNumber, Uses, is_opaque, is_talk, opaque
 from gascompile.capture.record.recorder import drawing
-from gascompile.capture.record.snapshot import Snapshot, put
+from gascompile.capture.record.snapshot import Snapshot, get, put
 from gascompile.capture.record.watched import Watches
 
 _CLOCKS = (
@@ -78,6 +78,12 @@ class Trial:
         self._stand_ins = {**_clocks(), **drawing_functions()}
         self._draws = random_states()
         self._real: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._placed: list[tuple[Any, Any, Any]] = []
+        """Where opaque values were put, and what was there."""
+        self._before: Watches | None = None
+        self._is_moved = False
+        self.reached: frozenset[str] = frozenset()
+        """Names of other values in whose place one was found."""
         self._path = hashlib.blake2b(digest_size=16)
 
     @property
@@ -92,6 +98,7 @@ class Trial:
         Args:
             before: all values that the model and its code reach.
         """
+        self._before = before
         snapshot, collects = Snapshot(before), gc.isenabled()
         self._draws = random_states()
         gc.collect(self._generation)
@@ -142,6 +149,7 @@ class Trial:
             stand_in = stand_in if stand_in is not None else opaque(value, name, self.uses)
             if stand_in is not None and put(owner, key, stand_in):
                 made[id(value)] = stand_in
+                self._placed.append((owner, key, value))
                 missing.discard(name)
         for name in sorted(missing):
             self.uses.texts.append(f"{name} is no number that is counted, nor a list that grows")
@@ -195,8 +203,23 @@ class Trial:
         seeds = {drawing(source) for source in self.seeded}
         return next((text for text in asks if text not in seeds), None)
 
+    def look_elsewhere(self) -> None:
+        """Note whether opaque values lie where none were put; ask when the program's code has run.
+
+        What holds one now changes in some later call, though it did not in this one.
+        """
+        for owner, key, value in self._placed:
+            put(owner, key, value)
+        if self._placed and not self.uses.texts and self._are_left():
+            self._is_moved = True
+            places = self._before.places() if self._before is not None else ()
+            self.reached = frozenset(n for o, key, _, n in places if is_opaque(get(o, key)))
+
     def leaked(self) -> bool:
         """Return whether opaque values are left anywhere; ask when all that was captured is gone."""
+        return self._is_moved or self._are_left()
+
+    def _are_left(self) -> bool:
         for generation in (1, 2):
             gc.collect(generation)
             if all(made() is None for made in self.uses.made):
