@@ -180,13 +180,15 @@ class RankStep:
         """Refuse a batch without rows before ranks meet for it: the mean over them is no number.
 
         Raises:
-            UnsupportedOpError: it has none.
+            UnsupportedOpError: it has none, or nobody can say how many.
         """
         if self.pipeline is None and has_no_rows(batch):
             raise UnsupportedOpError(
                 f"the batch of rank {self.rank} has no rows; give each rank one at least, as step.rows and "
                 "step.sampler do, or leave an incomplete last batch out on all ranks"
             )
+        if self._policy != "equal":
+            num_rows(batch)
 
     @contextlib.contextmanager
     def one_by_one(self) -> Iterator[None]:

@@ -188,13 +188,12 @@ def refuses(scenario: Scenario, folder: Path) -> dict[str, Any]:
         wrong = [batch[0][:, :-1], batch[1]]
         step(batch)
         before = step.state_dict()["model"]
-        none = [tensor[:0] for tensor in batch]
-        alone = (batch if RANK == 0 else wrong, wrong, batch if RANK == 0 else none, batch)
-        for given, asked in zip(
-            alone, (None, None, None, None if RANK == 0 else False), strict=True
-        ):
+        bad = wrong, [tensor[:0] for tensor in batch], [batch[0], batch[1][:1]]
+        alone, empty, uneven = (batch if RANK == 0 else own for own in bad)
+        asked = None if RANK == 0 else False
+        for given, updates in [*((x, None) for x in (alone, wrong, empty, uneven)), (batch, asked)]:
             try:
-                step(given, updates=asked)
+                step(given, updates=updates)
             except (GASCompileError, ValueError) as error:
                 said.append(f"{type(error).__name__}: {error}")
         after = step.state_dict()["model"]

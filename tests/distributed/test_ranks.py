@@ -207,7 +207,7 @@ def test_plans_from_the_cache_and_new_ones_go_together(two: Path) -> None:
 
 def test_a_batch_that_cannot_be_planned_for_costs_nothing(two: Path) -> None:
     for number, rank in enumerate(left_by(two, 2, "refuses:kept")):
-        alone, together, empty, asked = rank["said"]
+        alone, together, empty, uneven, asked = rank["said"]
         if number == 0:
             assert alone.startswith(
                 "RankMismatchError: rank 1 cannot do what all are about to: Capture"
@@ -217,6 +217,7 @@ def test_a_batch_that_cannot_be_planned_for_costs_nothing(two: Path) -> None:
         assert together.startswith("CaptureError")
         who = "RankMismatchError: rank 1 cannot do what all are about to: " if number == 0 else ""
         assert empty.startswith(f"{who}UnsupportedOpError: the batch of rank 1 has no rows")
+        assert uneven.startswith(f"{who}UnsupportedOpError: tensors of the batch have [1, ")
         assert asked.startswith(f"{who}ValueError: updates=False needs a step that adds up")
         for name, value in rank["before"].items():
             assert torch.equal(rank["after"][name], value), name

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 _HEAD = """
@@ -163,4 +164,6 @@ EDITS = (
     _both("strides of an array", _net("return x * torch.from_numpy(A).stride()[0]", "A = numpy.ones((2, 2), order='#')"), "C", "F"),
     _both("class of a path", _net("return x * P.k", "class Own(type(pathlib.Path())):\n    k = #\nP = Own('a')")),
     _both("own object in a library", _net("return x * torch.own_object.k", "class S: pass\ntorch.own_object = S()\ntorch.own_object.k = #") + "def undo(): del torch.own_object\n"),
+    CodeEdit("optional package", *(_net("return x * (3.0 if importlib.util.find_spec('optional_of_a_test') else 2.0)", f"import importlib.util\nif {there}: sys.modules['optional_of_a_test'] = types.ModuleType('optional_of_a_test')\nif {there}: sys.modules['optional_of_a_test'].__spec__ = importlib.util.spec_from_loader('optional_of_a_test', None)") + "def undo(): sys.modules.pop('optional_of_a_test', None)\n" for there in (False, True))),
+    CodeEdit("order of methods", *(_net("return x * next(f for n, f in vars(T).items() if n in 'ab')(0)", f"class T:\n{first}\n{second}") for first, second in itertools.permutations(["    def a(self): return 2.0", "    def b(self): return 3.0"]))),
 )  # fmt: skip

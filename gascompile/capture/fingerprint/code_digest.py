@@ -279,7 +279,8 @@ class CodeDigest:
                 self._own_class(base)
 
     def _own_class(self, cls: type) -> None:
-        for name, value in sorted(vars(cls).items()):
+        # In their order: vars(cls) may be gone through.
+        for name, value in vars(cls).items():
             if name not in _NOT_CODE:
                 self.add("member", name)
                 self.value(value, f"{cls.__qualname__}.{name}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import gc
-import importlib
+import importlib.util
 import inspect
 import os
 import random
@@ -268,6 +268,10 @@ class Running:
                 name = f"{package.rsplit('.', level - 1)[0]}.{name.lstrip('.')}"
             self.modules.add(name)
 
+    def looks_for_module(self, frame: types.FrameType) -> None:
+        """Note that the model's code asks whether there is a module."""
+        self._asks(frame.f_back, "looks for a module", "find_spec")
+
     def seeds(self, frame: types.FrameType) -> None:
         """Note random numbers whose seed nobody gave."""
         if frame.f_locals.get("a") is None:
@@ -373,6 +377,7 @@ _HANDLERS: dict[int, Callable[[Running, types.FrameType], None]] = {
         (type(os.environ).__repr__, Running.reads_variables),
         (type(os.environ).copy, Running.reads_variables),
         (importlib.import_module, Running.imports),
+        (importlib.util.find_spec, Running.looks_for_module),
         (random.Random.seed, Running.seeds),
         (type(torch.nn.Parameter).__instancecheck__, Running.checks_instance),
         (torch.random.manual_seed, Running.reseeds),
