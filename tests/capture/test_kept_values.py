@@ -23,8 +23,9 @@ class Keeping(nn.Module):
         self.layer = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.last = self.layer(x)
-        return self.last.relu()
+        self.last: torch.Tensor = self.layer(x)
+        made: torch.Tensor = self.last.relu()
+        return made
 
 
 class Lists(Keeping):
@@ -101,11 +102,12 @@ class ChainedValues(nn.Module):
         self.zeros = torch.zeros(3, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        old = getattr(self, "c", self.zeros)
+        old: torch.Tensor = getattr(self, "c", self.zeros)
         self.c = getattr(self, "b", self.zeros)
         self.b = getattr(self, "a", self.zeros)
-        self.a = self.layer(x)
-        return old + self.a
+        self.a: torch.Tensor = self.layer(x)
+        made: torch.Tensor = old + self.a
+        return made
 
 
 class Remembered(nn.Module):
@@ -118,7 +120,8 @@ class Remembered(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.x is not x:
-            self.x, self.y = x, self.layer(x)
+            self.x = x
+            self.y: torch.Tensor = self.layer(x)
         return self.y
 
 

@@ -15,6 +15,10 @@ import gascompile
 class Keeping(nn.Module):
     """Writes what it computes to a buffer."""
 
+    mean: torch.Tensor
+    cache: torch.Tensor
+    again: torch.Tensor
+
     def __init__(self, write: Callable[[Keeping, torch.Tensor], object]) -> None:
         super().__init__()
         torch.manual_seed(0)

@@ -227,7 +227,7 @@ class Running:
             self.code[key] = (code, space)
             self.first_seen.note(code, space)
 
-    def _asks(self, frame: types.FrameType, what: str, name: str) -> None:
+    def _asks(self, frame: types.FrameType | None, what: str, name: str) -> None:
         caller = caller_of(frame)
         if caller is not None:
             is_anew = name in _ANEW or name == "seed"
