@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from gascompile.capture.old_hooks import old_hook
 from gascompile.capture.twin_functions import TwinMemo
 from gascompile.core.errors import CaptureError
 from gascompile.core.signature import require_plain, strides_of
@@ -32,7 +33,9 @@ def fake_twin(model: nn.Module, *, device: str) -> tuple[nn.Module, Mapping[str,
     try:
         twin = copy.deepcopy(model, memo)
     except Exception as error:  # whatever the classes of its attributes raise when they are copied
-        advice = "remove the attribute that does not support copy.deepcopy, or give its class a __deepcopy__"
+        advice = old_hook(model) or (
+            "remove the attribute that does not support copy.deepcopy, or give its class a __deepcopy__"
+        )
         raise CaptureError(
             f"{type(model).__name__} cannot be copied for tracing ({type(error).__name__}: {error}); {advice}"
         ) from error

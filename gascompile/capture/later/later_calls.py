@@ -18,6 +18,7 @@ from gascompile.capture.drop_no_ops import drop_no_ops
 from gascompile.capture.later.history import OutlinedCall, Past
 from gascompile.capture.later.rounds import Rounds
 from gascompile.capture.later.same_calls import later_difference
+from gascompile.capture.old_hooks import old_hook
 from gascompile.capture.record.effects import EffectTrace, prove
 from gascompile.capture.record.record import CaptureRecord
 from gascompile.capture.record.trial import Trial
@@ -83,7 +84,7 @@ def steady_capture(
     later = _unsettled(taken or trace, exports, [past.call for past in others], who)
     if isinstance(later, str):
         reasons = [part for part in (widened.why, why and f"this counts: {why}", later) if part]
-        advice = (
+        advice = old_hook(model) or (
             "pass what changes as an input, keep tensors that change in buffers (register_buffer), draw random numbers "
             "by torch.rand, and set what is made once before compiling"
         )

@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 from gascompile.capture.alone import alone
 from gascompile.capture.batch_classes import program_parts
 from gascompile.capture.exporting import exporting
+from gascompile.capture.old_hooks import old_hook
 from gascompile.capture.record.effects import EffectProof, EffectTrace, prove
 from gascompile.capture.record.record import CaptureRecord, Recorded, Recorder
 from gascompile.capture.record.trial import Trial
@@ -200,7 +201,7 @@ def _without_effects(
     if proof.trace is not None:
         return proof.trace
     matters = f", and this counts: {proof.why}" if proof.why else ""
-    advice = (
+    advice = old_hook(model) or (
         "draw by torch.rand, keep what changes in a buffer, or pass it in the batch, where each value that is no "
         "tensor gets a plan of its own. Only counting, timing and appending to a list are let go"
     )
