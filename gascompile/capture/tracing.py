@@ -62,7 +62,7 @@ def _noting(assigned: set[str]) -> None:
             show(message, category, *args, **kwargs)
             return
         names = (name.removeprefix("self.") for name in found[1].split(", "))
-        # Recurrent layers set up their own list of weights again; what changes in containers is told of elsewhere.
+        # Recurrent layers set up their own list of weights again, an attribute that holds a list.
         assigned.update(name for name in names if "[" not in name)
 
     warnings.showwarning = noted

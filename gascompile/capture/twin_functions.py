@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gascompile.core.tensor_attributes import share_attributes
+
 _log = logging.getLogger("gascompile")
 _APART = (type, types.ModuleType, types.CodeType, types.FrameType, torch.Tensor)
 """What is looked into by nobody: classes and modules are everybody's, and tensors hold no functions."""
@@ -37,7 +39,10 @@ class TwinMemo(dict[int, Any]):
     def get(self, key: int, default: Any = None) -> Any:
         """Return the copy of what has this identity."""
         if key in self._computed and key not in self:
-            self[key] = copy.deepcopy(self._computed[key].detach(), self)
+            real = self._computed[key]
+            copied = copy.deepcopy(real.detach(), self).requires_grad_()
+            share_attributes(real, copied)
+            self[key] = copied
         if key in self._to_copy and key not in self:
             before, of = set(self), self._to_copy[key]
             try:
@@ -58,7 +63,7 @@ class TwinMemo(dict[int, Any]):
             holder = todo.pop()
             for part in _parts(holder):
                 # By its type alone: some objects answer whatever they are asked.
-                if issubclass(type(part), torch.Tensor) and part.grad_fn is not None:
+                if type(part) is torch.Tensor and part.grad_fn is not None:
                     self._computed[id(part)] = part
                 if issubclass(type(part), _APART):
                     continue

@@ -139,7 +139,80 @@ class Shapes(nn.Module):
         return made
 
 
-@pytest.mark.parametrize("kind", [Chained, ChainedValues, Remembered, Shapes])
+class OneShot(Chained):
+    """Computes something else once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: torch.Tensor | None = torch.zeros(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.layer(x) * (3 if self.first is not None else 1)
+        self.first = None
+        return made
+
+
+class Twins(Chained):
+    """Asks whether two values are one, which they are from the second call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = torch.zeros(1), torch.zeros(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        factor = 3 if self.one is self.other else 1
+        self.one = self.other = self.layer(x)
+        return self.one * factor
+
+
+class LateTwins(Chained):
+    """Asks whether two values are one, which they are from the fourth call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p3, self.p2, self.p1, self.q3, self.q2, self.q1 = (torch.zeros(3, 8) for _ in "123456")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        factor, made = 3 if self.p3 is self.q3 else 1, self.layer(x)
+        self.p3, self.p2, self.p1 = self.p2, self.p1, made
+        self.q3, self.q2, self.q1 = self.q2, self.q1, made
+        return self.p1 * factor
+
+
+class Typed(Chained):
+    """Asks for the type of what it keeps, which is another one from the second call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = torch.zeros(1)
+        self.other: object = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        factor = 1 if isinstance(self.other, int) else 3
+        self.other = self.one
+        self.one = self.layer(x)
+        return self.one * factor
+
+
+class Dimmed(Chained):
+    """Sets a number to None."""
+
+    number: int | None = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.layer(x) * (3 if self.number is not None else 1)
+        self.number = None
+        return made
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [Chained, ChainedValues, Remembered, Shapes, OneShot, Twins, LateTwins, Typed, Dimmed],
+)
 def test_what_reaches_a_later_call_is_refused(kind: type[nn.Module], tmp_path: Path) -> None:
     model = kind().eval()
     x = torch.randn(3, 8)
@@ -171,7 +244,68 @@ def test_what_takes_a_counters_value_is_let_go_with_it(tmp_path: Path) -> None:
             assert torch.equal(compiled(x), eager(x))
 
 
-@pytest.mark.parametrize("kind", [Keeping, Chained, Counted, Shapes])
+class Signatures(Chained):
+    """Counts in calls of three rows what it reads in others."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.layer(x)
+        if x.shape[0] == 2:
+            return made * (3 if self.b > 0 else 1)
+        self.b, self.a = self.a, self.a + 1
+        return made
+
+
+def test_what_calls_of_another_shape_read_is_refused(tmp_path: Path) -> None:
+    x = torch.randn(3, 8)
+    model = Signatures().eval()
+    with gascompile.compile(model, "8MiB", cache_dir=tmp_path) as compiled, torch.no_grad():
+        compiled(x)
+        compiled(x)
+        with pytest.raises(CaptureError, match="may compute something else at every call"):
+            compiled(x[:2])
+
+
+class OfClass(Counted):
+    """Counts from what its class has."""
+
+    a = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.a
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.a += 1
+        made: torch.Tensor = self.layer(x)
+        return made
+
+
+class Marked(Keeping):
+    """Has a table with an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = self.layer.weight * 2
+        self.table.scale = 3  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.layer(x) * getattr(self.table, "scale", 1)
+        return made * 5 if self.table.requires_grad else made
+
+
+@pytest.mark.parametrize("kind", [OfClass, Marked])
+def test_what_is_kept_answers_as_it_does(kind: type[nn.Module], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = kind().eval()
+    torch.manual_seed(0)
+    eager = kind().eval()
+    with gascompile.compile(model, "8MiB", cache_dir=tmp_path) as compiled, torch.no_grad():
+        for _ in range(3):
+            x = torch.randn(3, 8)
+            assert torch.equal(compiled(x), eager(x))
+
+
+@pytest.mark.parametrize("kind", [Chained, Counted, Shapes])
 def test_steps_keep_to_the_same(kind: type[nn.Module], tmp_path: Path) -> None:
     model, eager = kind(), kind()
     eager.load_state_dict(model.state_dict())
@@ -185,7 +319,7 @@ def test_steps_keep_to_the_same(kind: type[nn.Module], tmp_path: Path) -> None:
 
     optimizer, own = (torch.optim.SGD(of.parameters(), 0.1) for of in (model, eager))
     make = partial(gascompile.compile_step, model, loss_fn, optimizer, "8MiB", x)
-    if kind in {Chained, Shapes}:
+    if kind is not Counted:
         with pytest.raises(CaptureError, match="may take another course"):
             make(cache_dir=tmp_path)
         return

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 _HEAD = """
@@ -150,7 +149,6 @@ EDITS = (
     _both("metadata of a field", _net("return x * dataclasses.fields(T)[0].metadata['m']", "@dataclasses.dataclass\nclass T:\n    k: float = dataclasses.field(default=1, metadata={'m': #})")),
     _both("number of subclasses", _net("return x * len(B.__subclasses__())", "class B: pass\nKEEP = [type('S', (B,), {}) for _ in range(#)]"), "1", "2"),
     _both("bases", _net("return x * len(T.__bases__)", "class A: pass\nclass B(A): pass\nclass T(#): pass"), "B", "B, A"),
-    _both("docstring", _net("return x * float(T.__doc__)", "class T:\n    '#'")),
     _both("class of values of a thread", _net("return x * L.k", "class LL(threading.local):\n    k = #\nL = LL()")),
     _both("default of a context variable", _net("return x * V.get()", "V = contextvars.ContextVar('V', default=#)")),
     _both("own builtin", _net("return x * OWN_BUILTIN", "builtins.OWN_BUILTIN = #") + "def undo(): del builtins.OWN_BUILTIN\n"),
@@ -159,11 +157,11 @@ EDITS = (
     _both("open descriptor", _net("return x * float(os.pread(FD, 3, 0))", "PATH = __file__ + '.k'\npathlib.Path(PATH).write_text('#')\nFD = os.open(PATH, os.O_RDONLY)") + "def undo(): os.close(FD)\n"),
     _both("database", _net("return x * sqlite3.connect(PATH).execute('select k from t').fetchone()[0]", "PATH = __file__ + '.db'\nwith sqlite3.connect(PATH) as db:\n    db.execute('drop table if exists t')\n    db.execute('create table t (k real)')\n    db.execute('insert into t values (#)')")),
     _both("event", _net("return x * (2.0 if E.is_set() else 3.0)", "E = threading.Event()\nif #: E.set()"), "False", "True"),
+    _both("attribute of a model named as torch's", _net("return x * self._version", setup="self._version = #")),
+    _both("class in brackets", _net("return x * B.k", "T = typing.TypeVar('T')\nclass Box(typing.Generic[T]): k = #\nB = Box[int]")),
     _both("attribute named as torch's", _net("return x * S._version", "class S: pass\nS = S()\nS._version = #")),
     _both("keys named as hooks", _net("return x * next(iter(S.my_hooks))", "class S: pass\nS = S()\nS.my_hooks = {#: len}")),
     _both("strides of an array", _net("return x * torch.from_numpy(A).stride()[0]", "A = numpy.ones((2, 2), order='#')"), "C", "F"),
     _both("class of a path", _net("return x * P.k", "class Own(type(pathlib.Path())):\n    k = #\nP = Own('a')")),
     _both("own object in a library", _net("return x * torch.own_object.k", "class S: pass\ntorch.own_object = S()\ntorch.own_object.k = #") + "def undo(): del torch.own_object\n"),
-    CodeEdit("optional package", *(_net("return x * (3.0 if importlib.util.find_spec('optional_of_a_test') else 2.0)", f"import importlib.util\nif {there}: sys.modules['optional_of_a_test'] = types.ModuleType('optional_of_a_test')\nif {there}: sys.modules['optional_of_a_test'].__spec__ = importlib.util.spec_from_loader('optional_of_a_test', None)") + "def undo(): sys.modules.pop('optional_of_a_test', None)\n" for there in (False, True))),
-    CodeEdit("order of methods", *(_net("return x * next(f for n, f in vars(T).items() if n in 'ab')(0)", f"class T:\n{first}\n{second}") for first, second in itertools.permutations(["    def a(self): return 2.0", "    def b(self): return 3.0"]))),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Pruning and the old norms of weights: refused with what to use in their place, which trains."""
+"""Pruning and the old norms of weights: steps are refused with what to use in their place; inference takes them."""
 
 from __future__ import annotations
 
@@ -45,8 +45,19 @@ def test_old_hooks_are_named(
         gascompile.compile_step(
             model, squared, optimizer, "64MiB", BATCH, machine=MACHINE, cache_dir=tmp_path
         )
-    with torch.no_grad(), pytest.raises(CaptureError, match=rf"'0' has a hook of .*{instead}"):
-        gascompile.compile(model.eval(), "64MiB", (BATCH,), cache_dir=tmp_path)
+    torch.manual_seed(0)
+    inference = nn.Sequential(change(nn.Linear(8, 8))).eval()
+    torch.manual_seed(0)
+    eager = nn.Sequential(change(nn.Linear(8, 8))).eval()
+    with (
+        torch.no_grad(),
+        gascompile.compile(inference, "64MiB", machine=MACHINE, cache_dir=tmp_path) as compiled,
+    ):
+        for _ in range(2):
+            assert torch.equal(compiled(BATCH), eager(BATCH))
+            for of in (inference, eager):
+                # What the weight is made of changes, and the weight with it.
+                next(p for n, p in of.named_parameters() if "weight" in n).mul_(2)
 
 
 def test_what_they_advise_trains(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import gascompile
+from gascompile.core.errors import CaptureError
 
 
 class Keeping(nn.Module):
@@ -33,7 +34,7 @@ class Keeping(nn.Module):
         return y
 
 
-def _draws_nothing(model: Keeping, y: torch.Tensor) -> None:
+def _without(model: Keeping, y: torch.Tensor) -> None:
     with torch.no_grad():
         model.mean.lerp_(y.mean((0, 1)), 0.5)
 
@@ -47,7 +48,7 @@ WRITES: dict[str, Callable[[Keeping, torch.Tensor], object]] = {
     "the other name": lambda m, y: m.again.add_(y.sum((0, 1))),
     "two": lambda m, y: (m.cache.add_(y), m.mean.add_(y[0, 0])),
     "detached": lambda m, y: m.mean.copy_(y.detach()[0, 0]),
-    "without gradients": _draws_nothing,
+    "without gradients": _without,
 }
 
 
@@ -77,14 +78,36 @@ def test_what_buffers_keep_changes_no_gradient(
         for number, batch in enumerate(batches):
             loss = loss_fn(eager, batch)
             loss.backward()
-            for buffer in eager.buffers():
-                buffer.detach_()
             if number % accumulate == accumulate - 1:
                 own.step()
                 own.zero_grad()
             assert float(step(batch)) == pytest.approx(loss.item(), abs=1e-6)
     for name, tensor in eager.state_dict().items():
         assert torch.allclose(model.state_dict()[name], tensor, atol=1e-6), name
+
+
+class Reading(Keeping):
+    """Reads the mean that it keeps."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = super().forward(x)
+        return y - self.mean
+
+
+def test_a_loss_that_reads_what_a_step_before_wrote_with_gradients_is_refused(
+    tmp_path: Path,
+) -> None:
+    model = Reading(WRITES["lerp_"])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(CaptureError, match="the loss reads 'mean', a buffer"):
+        gascompile.compile_step(
+            model,
+            lambda of, x: of(x).square().mean(),
+            optimizer,
+            "8MiB",
+            torch.randn(2, 3, 4),
+            cache_dir=tmp_path,
+        )
 
 
 class Drawing(nn.Module):

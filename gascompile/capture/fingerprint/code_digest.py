@@ -39,7 +39,7 @@ _NOT_CODE = {
     "__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__dataclass_fields__",
     "__abstractmethods__", "_abc_impl", "__annotate_func__", "__annotations_cache__",
     "__firstlineno__", "__static_attributes__", "__type_params__", "__parameters__",
-    "_autograd_function_id",
+    "_autograd_function_id", "__slotnames__",
 }  # fmt: skip
 _OF_MODULES = {
     "__builtins__", "__cached__", "__doc__", "__file__", "__loader__", "__name__", "__package__",
@@ -56,9 +56,9 @@ _HEAP_TYPE = 1 << 9
 """Flag of classes that a ``class`` statement or ``type()`` made, ``Py_TPFLAGS_HEAPTYPE``."""
 _UNFOLLOWED = {
     "__subclasses__": "asked for the subclasses of a class, of which any module may make more",
-    "__doc__": "asked for a docstring",
+    **dict.fromkeys(("__annotations__", "get_type_hints"), "asked for annotations"),
 }
-"""Attributes that are no part of a digest."""
+"""What is no part of a digest, as few read it."""
 _FRAMES = {"_getframe", "currentframe", "stack", "get_objects", "get_referrers"}
 
 
@@ -112,17 +112,6 @@ class CodeDigest:
         else:
             self.code(function.__code__)
             self.names(function.__code__, function.__globals__)
-            self._annotations(function.__annotations__)
-
-    def _annotations(self, of: Any) -> None:
-        """Feed what is written beside names, which code may read: of libraries' classes the names alone."""
-        for name, value in of.items() if isinstance(of, Mapping) else ():
-            self.add("annotated", name)
-            named = isinstance(value, type) and origin_of_name(value.__module__).versioned
-            if named and not _is_of_main(value):
-                self.add(value.__module__, value.__qualname__)
-            else:
-                self.value(value, f"{name}'s annotation")
 
     def code(self, code: types.CodeType) -> None:
         """Feed bytecode and constants."""
@@ -146,8 +135,9 @@ class CodeDigest:
     def names(self, code: types.CodeType, space: Mapping[str, Any]) -> None:
         """Feed the values of all that code names among its globals and in modules."""
         named = names_of(code)
-        for attribute in sorted(_UNFOLLOWED.keys() & named.attributes):
-            self.unknown(_UNFOLLOWED[attribute])
+        words = named.attributes.union(*named.chains)
+        for word in sorted(_UNFOLLOWED.keys() & words):
+            self.unknown(_UNFOLLOWED[word])
         for chain in sorted(named.chains):
             self._chain(chain, space)
         for taken in sorted(named.imports, key=repr):
@@ -279,12 +269,10 @@ class CodeDigest:
                 self._own_class(base)
 
     def _own_class(self, cls: type) -> None:
-        # In their order: vars(cls) may be gone through.
-        for name, value in vars(cls).items():
+        for name, value in sorted(vars(cls).items()):
             if name not in _NOT_CODE:
                 self.add("member", name)
                 self.value(value, f"{cls.__qualname__}.{name}")
-        self._annotations(vars(cls).get("__annotations__"))
         for name, field in vars(cls).get("__dataclass_fields__", {}).items():
             if field.metadata:
                 self.add("metadata", name)

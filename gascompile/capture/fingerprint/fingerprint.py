@@ -40,7 +40,7 @@ _ELSEWHERE = {
     # Names and shapes of tensors are fed by themselves, child modules by their own names.
     "_parameters", "_buffers", "_modules",
     # Set by torch's and transformers' own machinery, another one in each process.
-    "_version", "_compiled_call_impl", "_original_object_hash",
+    "_compiled_call_impl", "_original_object_hash",
 }  # fmt: skip
 
 CAPTURED = ("graph", "inputs", SETTINGS, "versions")

@@ -7,12 +7,11 @@ import types
 from functools import cache
 from typing import Any
 
-import torch
 from torch import nn
 
 _HEAP_HEADER_BYTES = object.__basicsize__
 _MADE = {"__weakref__", "__dict__"}
-_OF_TORCH = {"_version", "_compiled_call_impl"}
+_OF_TORCH = {"_compiled_call_impl"}
 """Set on modules by torch's own machinery."""
 _OF_PROCESS = "_original_object_hash"
 """Python's hash of a transformers configuration: another one in each process."""
@@ -20,8 +19,8 @@ _OF_PROCESS = "_original_object_hash"
 
 def state_of(value: Any) -> dict[str, Any]:
     """Return the fields that say what an object is, in their order by name."""
-    kept = _MADE | (_OF_TORCH if isinstance(value, nn.Module | torch.Tensor) else set())
-    if any(base.__module__.startswith("transformers.") for base in type(value).__mro__):
+    kept = _MADE | (_OF_TORCH if issubclass(type(value), nn.Module) else set())
+    if any(str(base.__module__).startswith("transformers.") for base in type(value).__mro__):
         kept = kept | {_OF_PROCESS}
     return {name: item for name, item in sorted(fields_of(value).items()) if name not in kept}
 

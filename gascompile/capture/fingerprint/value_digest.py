@@ -185,9 +185,15 @@ class ValueDigest(CodeDigest):
         self.add(type(value).__name__, str(value))
 
     def _type(self, value: Any) -> None:
-        self._named(value)
-        for part in ("__args__", "__metadata__", "__bound__", "__constraints__"):
-            self.value(getattr(value, part, None), part)
+        # By its parts: the text of one may have addresses in it.
+        parts = {
+            part: getattr(value, part, None) for part in ("__origin__", "__args__", "__metadata__")
+        }
+        self.add(type(value).__name__, getattr(value, "__name__", None))
+        if parts["__args__"] is None:
+            self._named(value)
+        for part, held in parts.items():
+            self.value(held, part)
 
     def _by_owner(self, value: Any) -> None:
         owner = value.__objclass__
@@ -323,7 +329,7 @@ class ValueDigest(CodeDigest):
             self.unknown(f"a {type(value).__module__}.{type(value).__qualname__}")
 
     def _fields(self, value: Any) -> None:
-        has_hooks = isinstance(value, nn.Module | torch.Tensor | torch.optim.Optimizer)
+        has_hooks = issubclass(type(value), (nn.Module, torch.Tensor, torch.optim.Optimizer))
         for name, item in state_of(value).items():
             self.add("field", name)
             hooks = has_hooks and "_hooks" in name and isinstance(item, dict)

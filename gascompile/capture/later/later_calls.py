@@ -78,7 +78,7 @@ def steady_capture(
         proof = prove(widened, exports, before=(), who=who)
         taken, why = proof.trace, proof.why
         if taken is not None:
-            record = taken.recorder.record(model)
+            record, inert = taken.recorder.record(model), proof.suspects
             if all(inert <= past.inert for past in others):
                 return Steady(record=record, trace=taken, inert=inert)
     later = _unsettled(taken or trace, exports, [past.call for past in others], who)
@@ -115,9 +115,10 @@ def _unsettled(
         record = trace.recorder.record()
         if not record.suspects and not trace.recorder.asks:
             return frozenset()
-        proof = prove(record, partial(exports, rounds=Rounds(earlier)), before=(), who=who)
+        again = partial(exports, rounds=Rounds(earlier))
+        proof = prove(record, again, before=(), who=who, keeps=True)
     except (CaptureError, UnsupportedOpError) as error:
         return f"a later call cannot be captured: {error}"
     if proof.trace is None:
         return f"a later call has still such effects ({record.why}): {proof.why or 'they cannot be followed'}"
-    return record.suspects
+    return proof.suspects

@@ -25,7 +25,8 @@ _log = logging.getLogger("gascompile")
 _MOST_ATTEMPTS = 2
 """Libraries that are imported in a first one run in no second."""
 _MOST_SUSPECTS = 32
-"""With those that take values of others; each round of these is two captures more."""
+"""With those that take values of others, from where on no more are added, and it is refused: each round of these is two
+captures more."""
 T = TypeVar("T")
 """What a capture gives."""
 
@@ -54,6 +55,8 @@ class EffectProof(Generic[T]):
     """The capture to take; ``None`` where its effects may matter."""
     why: str = ""
     """Why they may, in words."""
+    suspects: frozenset[str] = frozenset()
+    """What may be whatever it is: what changes, and what takes values of that."""
 
 
 def prove(
@@ -62,6 +65,7 @@ def prove(
     *,
     before: Sequence[Recorder],
     who: str,
+    keeps: bool = False,
 ) -> EffectProof[T]:
     """Return a capture that leaves everything as it was, if what ``record`` says it changes cannot matter.
 
@@ -70,6 +74,7 @@ def prove(
         capture: makes another one.
         before: those that were made; what they have changed is undone.
         who: what is captured, for the log.
+        keeps: whether tensors that a call keeps for none may be let go: see ``Trial``.
 
     Raises:
         CaptureError: the program cannot be captured any more.
@@ -80,11 +85,14 @@ def prove(
     suspects, attempt = record.suspects, 0
     while attempt < _MOST_ATTEMPTS:
         with _collector_at_rest():
-            real = Trial(suspects, spaces, is_opaque=False)
+            real = Trial(suspects, spaces, is_opaque=False, keeps=keeps)
             trace = capture(real)
+            if real.uses.texts:
+                return EffectProof(why=real.uses.texts[0])
             digest = trace.digest()
             # Should what the first left behind have been in the way, all of it is collected in another attempt.
-            trial = Trial(suspects, spaces, is_opaque=True, collected=not attempt)
+            collected = not attempt and suspects == record.suspects
+            trial = Trial(suspects, spaces, is_opaque=True, keeps=keeps, collected=collected)
             why = _difference(trial, capture, digest)
             if why is None and trial.leaked():
                 why = "it keeps their values where they cannot be followed"
@@ -102,14 +110,14 @@ def prove(
     for recorder in reversed(before):
         recorder.undo(suspects)
     if record.why is None:
-        return EffectProof(trace=trace)
+        return EffectProof(trace=trace, suspects=suspects)
     _log.warning(
         "%s: the code that is captured does more than compute (%s); this does not matter for results, and does not "
         "happen in planned runs, which run no Python code",
         who,
         record.why,
     )
-    return EffectProof(trace=trace)
+    return EffectProof(trace=trace, suspects=suspects)
 
 
 @contextmanager

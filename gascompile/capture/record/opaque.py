@@ -200,13 +200,23 @@ _close(OpaqueKept)
 setattr(OpaqueSource, "__next__", _hook("__next__", "is advanced"))  # noqa: B010 - as the others
 
 
-def opaque(value: object, name: str, uses: Uses) -> _Opaque | None:
-    """Return a stand-in, or ``None`` where there is none for such values."""
+def is_kept(value: object) -> bool:
+    """Return whether a value is one that only an ``OpaqueKept`` stands for."""
+    return isinstance(value, torch.Tensor) or type(value) in {dict, tuple}
+
+
+def opaque(value: object, name: str, uses: Uses, *, keeps: bool) -> _Opaque | None:
+    """Return a stand-in, or ``None`` where there is none for such values.
+
+    Args:
+        keeps: whether what has no number or length may have one, too. Comparisons by ``is`` are no uses that show, so
+            that it takes more than a stand-in to show that nobody makes any.
+    """
     if type(value) in {int, float}:
         return OpaqueNumber(type(value), name, uses)
     if type(value) in {list, deque}:
         return OpaqueList(type(value), name, uses)
-    if isinstance(value, torch.Tensor) or type(value) in {dict, tuple}:
+    if keeps and is_kept(value):
         return OpaqueKept(type(value), name, uses)
     return OpaqueSource(type(value), name, uses) if is_source(value) else None
 

@@ -157,10 +157,11 @@ class Recorder:
 
     def _compare(self) -> None:
         """Take note of what differs from before."""
-        if self._trial is not None and self._trial.is_opaque:
-            self._trial.look_elsewhere()
-            return
         with self._trial.paused() if self._trial else nullcontext():
+            if self._trial is not None:
+                self._trial.look_after(self._everything)
+                if self._trial.is_opaque:
+                    return
             changes = self._before.changes(_EVERYTHING)
             if self._follows:
                 changes += changed_slots(self._slots, tensor_slots(self._model))

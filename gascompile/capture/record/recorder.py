@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import gc
-import importlib.util
+import importlib
 import inspect
 import os
 import random
@@ -227,7 +227,7 @@ class Running:
             self.code[key] = (code, space)
             self.first_seen.note(code, space)
 
-    def _asks(self, frame: types.FrameType | None, what: str, name: str) -> None:
+    def _asks(self, frame: types.FrameType, what: str, name: str) -> None:
         caller = caller_of(frame)
         if caller is not None:
             is_anew = name in _ANEW or name == "seed"
@@ -267,10 +267,6 @@ class Running:
                 level = len(name) - len(name.lstrip("."))
                 name = f"{package.rsplit('.', level - 1)[0]}.{name.lstrip('.')}"
             self.modules.add(name)
-
-    def looks_for_module(self, frame: types.FrameType) -> None:
-        """Note that the model's code asks whether there is a module."""
-        self._asks(frame.f_back, "looks for a module", "find_spec")
 
     def seeds(self, frame: types.FrameType) -> None:
         """Note random numbers whose seed nobody gave."""
@@ -377,7 +373,6 @@ _HANDLERS: dict[int, Callable[[Running, types.FrameType], None]] = {
         (type(os.environ).__repr__, Running.reads_variables),
         (type(os.environ).copy, Running.reads_variables),
         (importlib.import_module, Running.imports),
-        (importlib.util.find_spec, Running.looks_for_module),
         (random.Random.seed, Running.seeds),
         (type(torch.nn.Parameter).__instancecheck__, Running.checks_instance),
         (torch.random.manual_seed, Running.reseeds),

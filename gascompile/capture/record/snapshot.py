@@ -32,7 +32,7 @@ class Snapshot:
         ]
         self._absent = [(owner, key) for owner, key, _ in watches.absent if id(owner) not in ops]
         # What an instance has of its class is its own as soon as it is assigned.
-        own = ((_own(owner), key) for owner, key, _ in rows)
+        own = ((own_space(owner), key) for owner, key, _ in rows)
         self._absent += [
             (space, key) for space, key in own if space is not None and key not in space
         ]
@@ -74,15 +74,15 @@ def holder_of(owner: Any, key: Any, value: object) -> Any:
     """Return whose ``value`` it is that an owner has as ``key``: an instance's own space, its class, or the owner."""
     if not isinstance(key, str):
         return owner
-    space = _own(owner)
-    if space is not None and space.get(key, _own) is value:
+    space = own_space(owner)
+    if space is not None and space.get(key, own_space) is value:
         return space
     kind = owner if isinstance(owner, type) else type(owner)
     base = next((base for base in kind.__mro__ if key in vars(base)), None)
     return base if base is not None and vars(base)[key] is value else owner
 
 
-def _own(owner: object) -> dict[str, Any] | None:
+def own_space(owner: object) -> dict[str, Any] | None:
     """Return the attributes that an instance does not have from its class; ``None`` for what is no instance of one."""
     if isinstance(owner, (type, dict, list, tuple, deque, types.CellType, Current)):
         return None
@@ -98,7 +98,7 @@ def undo(watches: Watches, names: frozenset[str]) -> None:
     rows = watches.places()
     own = {(id(owner), key) for owner, key, *_ in rows}
     for owner, key, value, name in rows:
-        space = _own(owner)
+        space = own_space(owner)
         if name not in names:
             continue
         if space is not None and key in space and (id(space), key) not in own:
@@ -121,7 +121,7 @@ def put(owner: Any, key: Any, value: object) -> bool:
     elif isinstance(key, str) and not isinstance(owner, (tuple, types.MappingProxyType)):
         kind = owner if isinstance(owner, type) else type(owner)
         base = next((base for base in kind.__mro__ if key in vars(base)), None)
-        space = _own(owner)
+        space = own_space(owner)
         if (
             space is not None
             and key in space

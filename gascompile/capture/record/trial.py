@@ -16,17 +16,27 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import numpy
+import torch
+from torch.utils import _pytree as pytree
 
 from gascompile.capture.fingerprint.code_origin import Origin, origin_of_file
 from gascompile.capture.record.asked_settings import replaced
 from gascompile.capture.record.draws import Drawn, drawing_functions, random_states
-from gascompile.capture.record.opaque import OpaqueNumber, Uses, is_opaque, is_talk, opaque
+from gascompile.capture.record.opaque import (
+    OpaqueNumber,
+    UsedError,
+    Uses,
+    is_kept,
+    is_opaque,
+    is_talk,
+    opaque,
+)
 from gascompile.capture.record.recorder import drawing
-from gascompile.capture.record.snapshot import Snapshot, get, put
+from gascompile.capture.record.snapshot import Snapshot, get, holder_of, own_space, put
 from gascompile.capture.record.watched import Watches
 
 _CLOCKS = (
@@ -58,6 +68,7 @@ class Trial:
         spaces: Iterable[dict[str, Any]],
         *,
         is_opaque: bool,
+        keeps: bool = False,
         collected: bool = False,
     ) -> None:
         """Change nothing yet.
@@ -66,9 +77,11 @@ class Trial:
             suspects: names of the values, as ``Watches`` has them.
             spaces: globals of the code that ran.
             is_opaque: whether to put opaque values there.
+            keeps: whether to put some in the place of tensors, too. Each call is then one of several in a trace, and
+                leaves others of the same kind.
             collected: whether the garbage collector has gone over everything and was at rest since then.
         """
-        self.suspects, self.is_opaque = suspects, is_opaque
+        self.suspects, self.is_opaque, self._keeps = suspects, is_opaque, keeps
         # What was made since is the youngest generation: a tenth of a second less than all that libraries have loaded.
         self._generation = 0 if collected else 2
         self.uses = Uses()
@@ -78,8 +91,8 @@ class Trial:
         self._stand_ins = {**_clocks(), **drawing_functions()}
         self._draws = random_states()
         self._real: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._placed: list[tuple[Any, Any, Any]] = []
-        """Where opaque values were put, and what was there."""
+        self._placed: list[tuple[Any, Any, Any, Any]] = []
+        """Where opaque values were put: who held what, as whose, under which key, and it."""
         self._before: Watches | None = None
         self._is_moved = False
         self.reached: frozenset[str] = frozenset()
@@ -146,13 +159,20 @@ class Trial:
             if name not in self.suspects and not is_list:
                 continue
             stand_in = made.get(id(value)) if is_list else None
-            stand_in = stand_in if stand_in is not None else opaque(value, name, self.uses)
+            stand_in = (
+                stand_in
+                if stand_in is not None
+                else opaque(value, name, self.uses, keeps=self._keeps)
+            )
+            holder = holder_of(owner, key, value)
             if stand_in is not None and put(owner, key, stand_in):
                 made[id(value)] = stand_in
-                self._placed.append((owner, key, value))
+                self._placed.append((holder, owner, key, value))
                 missing.discard(name)
         for name in sorted(missing):
-            self.uses.texts.append(f"{name} is no number that is counted, nor a list that grows")
+            self.uses.texts.append(
+                f"{name} is no number that is counted, no list that grows and no tensor that is kept"
+            )
 
     def _asked_in(self, space: dict[str, Any]) -> dict[str, Any]:
         """Return what to put in the place of clocks and of functions that draw in a module."""
@@ -203,28 +223,84 @@ class Trial:
         seeds = {drawing(source) for source in self.seeded}
         return next((text for text in asks if text not in seeds), None)
 
-    def look_elsewhere(self) -> None:
-        """Note whether opaque values lie where none were put; ask when the program's code has run.
+    def look_after(self, everything: Callable[[], Watches]) -> None:
+        """Look at what the program's code has left, before anybody puts it back.
 
-        What holds one now changes in some later call, though it did not in this one.
+        Where opaque values lie in other places, what is there changes in some later call, though it did not in this
+        one. Where real ones are of another kind than before, later calls may take another course.
+
+        Args:
+            everything: returns all values that the model and its code reach now.
         """
-        for owner, key, value in self._placed:
-            put(owner, key, value)
-        if self._placed and not self.uses.texts and self._are_left():
+        if self.uses.texts:
+            return
+        if not self.is_opaque:
+            self._compare_kinds()
+            return
+        left = [(owner, key, get(owner, key)) for _, owner, key, _ in self._placed]
+        for row in self._placed:
+            _put_back(*row)
+        places = self._before.places() if self._before is not None else []
+        taken = [row for row in places if is_opaque(get(row[0], row[1]))]
+        for owner, key, value, _ in taken:
+            _put_back(own_space(owner), owner, key, value)
+        self.reached = frozenset(name for *_, name in taken)
+        try:
+            self._is_moved = any(is_opaque(value) for _, _, value, _ in everything().places())
+        except UsedError:
+            self.uses.texts.clear()
             self._is_moved = True
-            places = self._before.places() if self._before is not None else ()
-            self.reached = frozenset(n for o, key, _, n in places if is_opaque(get(o, key)))
+        self._is_moved = self._is_moved or bool(taken)
+        # As torch compares attributes with those of before, too.
+        for owner, key, value in left:
+            with suppress(LookupError):
+                put(owner, key, value)
+
+    def _compare_kinds(self) -> None:
+        """Take note of a suspect that is of another kind now, or no value of its own."""
+        rows = self._before.places() if self._before is not None else []
+        suspects = [row for row in rows if row[3] in self.suspects]
+        pairs = [(name, was, get(owner, key)) for owner, key, was, name in suspects]
+        before = {id(was) for _, was, _ in pairs if is_kept(was)}
+        for name, was, now in pairs:
+            if kind_of(was) != kind_of(now) or (is_kept(now) and id(now) in before):
+                self.uses.texts.append(f"{name} is of another kind after a call than before")
+        kept = [(was, now) for _, was, now in pairs if is_kept(was)]
+        same_before = [[one is other for one, _ in kept] for other, _ in kept]
+        if same_before != [[one is other for _, one in kept] for _, other in kept]:
+            self.uses.texts.append("what is one object after a call was not before")
 
     def leaked(self) -> bool:
         """Return whether opaque values are left anywhere; ask when all that was captured is gone."""
-        return self._is_moved or self._are_left()
-
-    def _are_left(self) -> bool:
+        if self._is_moved:
+            return True
         for generation in (1, 2):
             gc.collect(generation)
             if all(made() is None for made in self.uses.made):
                 return False
         return True
+
+
+def kind_of(value: object) -> object:
+    """Return what code that looks at a value by its type, or its parts, finds the same in each call."""
+    if type(value) in {int, float}:
+        return "number"
+    if isinstance(value, torch.Tensor):
+        layout = value.shape, value.stride() if value.layout is torch.strided else None
+        return type(value), value.dtype, layout, value.requires_grad
+    if type(value) in {dict, tuple}:
+        leaves, structure = pytree.tree_flatten(value)
+        return structure, [kind_of(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+    return type(value)
+
+
+def _put_back(holder: Any, owner: Any, key: Any, value: object) -> None:
+    """Put a value where it was; an instance that has got one of its own beside its class's loses that."""
+    space = own_space(owner)
+    if space is not None and holder is not space and is_opaque(space.get(key)):
+        del space[key]
+    with suppress(LookupError):  # the list has become shorter since
+        put(owner, key, value)
 
 
 def _is_program(code: types.CodeType) -> bool:

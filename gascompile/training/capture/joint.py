@@ -46,7 +46,11 @@ from gascompile.training.capture.cumulative_norms import numbered_norms, take_co
 from gascompile.training.capture.effect_tokens import drop_tokens
 from gascompile.training.capture.exact_dropout import exact_dropout
 from gascompile.training.capture.exact_strides import exact_strides
-from gascompile.training.capture.joint_outputs import joint_outputs, require_dense, start_from_one
+from gascompile.training.capture.joint_outputs import (
+    joint_outputs,
+    require_dense,
+    start_from_one,
+)
 from gascompile.training.capture.left_tensors import leaves_no_traced
 from gascompile.training.capture.own_kernels import own_kernels, uncompiled
 from gascompile.training.capture.trace_errors import in_words
@@ -288,7 +292,7 @@ def _read(
     exact_strides(graph)
     made = _make_views(graph, bound, views)
     require_dense(graph)
-    start_from_one(graph, canonical)
+    start_from_one(graph, canonical, bound, wrapped.with_gradients)
     results, gradients, mutations = joint_outputs(graph.output_node(), canonical)
     outputs, out_spec = tuple[Any, ...](results), pytree.tree_structure((0,))
     if isinstance(wrapped, TracedModel):

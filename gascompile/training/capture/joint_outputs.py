@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import fx
@@ -70,13 +70,23 @@ def require_dense(graph: fx.Graph) -> None:
         raise CaptureError("a gradient is sparse, which has no place in a plan; pass sparse=False")
 
 
-def start_from_one(graph: fx.Graph, canonical: Mapping[str, str]) -> None:
+def start_from_one(
+    graph: fx.Graph,
+    canonical: Mapping[str, str],
+    bound: Mapping[str, str],
+    written: Collection[str],
+) -> None:
     """Make what the backward pass starts from an op; it may be a gradient itself.
 
+    Args:
+        bound: names of parameters and buffers by their placeholders.
+        written: buffers to which values with gradients are written.
+
     Raises:
-        CaptureError: it starts from more than the loss.
+        CaptureError: it starts from more than the loss, or goes on into the step before.
     """
     (loss, *_), _, _ = joint_outputs(graph.output_node(), canonical)
+    _require_no_history(loss, {held: name for held, name in bound.items() if name in written})
     starts = [
         node
         for node in graph.nodes
@@ -93,3 +103,20 @@ def start_from_one(graph: fx.Graph, canonical: Mapping[str, str]) -> None:
         one.meta["val"] = loss.meta["val"]
         node.replace_all_uses_with(one)
         graph.erase_node(node)
+
+
+def _require_no_history(loss: fx.Node, written: Mapping[str, str]) -> None:
+    """Refuse a loss that reads what the step before has written with gradients.
+
+    Eager's backward pass goes on from there into that step, or raises as its values are gone.
+    """
+    seen, todo = {loss}, [loss]
+    while todo:
+        node = todo.pop()
+        if node.op == "placeholder" and node.name in written:
+            raise CaptureError(
+                f"the loss reads '{written[node.name]}', a buffer to which the step before has written values with "
+                "gradients, so that eager's backward pass would go into that step. Write value.detach() there"
+            )
+        todo += [source for source in node.all_input_nodes if source not in seen]
+        seen.update(node.all_input_nodes)

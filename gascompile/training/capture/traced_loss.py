@@ -51,6 +51,8 @@ class TracedLoss(nn.Module):
         """
         super().__init__()
         self._caches = caches
+        self.with_gradients: set[str] = set()
+        """Buffers to which the loss writes values with gradients; there once it has been traced."""
         self._recorder = recorder
         self.model = model
         self._loss_fn, self._spec, self._trains = loss_fn, spec, trains
@@ -78,10 +80,11 @@ class TracedLoss(nn.Module):
                 returned = self._loss_fn(self.model, batch)
             self._recorder.changes_containers = changed_entries(before)
             _require_in_place(own)
-        for buffer in self.buffers():
+        for name, buffer in self.named_buffers():
             if buffer.grad_fn is not None:
                 # Of what the loss has written there, which else is another thing to begin the backward pass from.
                 buffer.detach_()
+                self.with_gradients.add(name.removeprefix(MODEL))
         return returned
 
     def forward(self, *leaves: Any) -> torch.Tensor:
