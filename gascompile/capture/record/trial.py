@@ -46,6 +46,8 @@ _CLOCKS = (
 """Functions of ``time`` that a trial stands in for."""
 _APART = ("/sympy/", "/mpmath/", "/weakref.py", "/_weakrefset.py")
 """What torch itself computes with, and remembers, and what runs when something dies."""
+_PLAIN = {bool, int, float, complex, str, bytes, type(None)}
+"""What two of are compared by value: others may answer by more than true or false."""
 _Trace = Callable[[types.FrameType, str, Any], Any]
 
 
@@ -286,12 +288,20 @@ def kind_of(value: object) -> object:
     if type(value) in {int, float}:
         return "number"
     if isinstance(value, torch.Tensor):
-        layout = value.shape, value.stride() if value.layout is torch.strided else None
-        return type(value), value.dtype, layout, value.requires_grad
+        strides = value.stride() if value.layout is torch.strided else ()
+        # In words: to compare sizes that stand for ranges would decide something about them.
+        sizes = tuple(map(str, (*value.shape, *strides)))
+        return type(value), value.dtype, value.dim(), sizes, value.requires_grad
     if type(value) in {dict, tuple}:
         leaves, structure = pytree.tree_flatten(value)
-        return structure, [kind_of(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+        return structure, [_kind_of_part(x) for x in leaves]
     return type(value)
+
+
+def _kind_of_part(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return kind_of(value)
+    return value if type(value) in _PLAIN else id(value)
 
 
 def _put_back(holder: Any, owner: Any, key: Any, value: object) -> None:
